@@ -50,7 +50,8 @@ from dist_ckpt.runs.policy_text import parse_rules
 from dist_ckpt.runs.retention_policy import Candidate, RetentionPolicy
 from dist_ckpt.runs.selectors import open_resolved
 
-# Annotations of an absent attempt stay for this long, as this host may see the attempt late.
+# Annotations of an absent attempt stay for this long, as this host may see the attempt late. So do
+# temporary files of annotations.
 GONE_S = 24 * 3600.0
 
 
@@ -155,7 +156,8 @@ def _forget(
     """
     storage, (_, attempt) = subject.storage, subject.key
     if not any(attempt in attempts.list_attempts(storage, path) for path in paths):
-        forget(storage, subject.root, subject.key, annotations)
+        waits = removal.awaits_readers(storage, subject.path)
+        forget(storage, subject.root, subject.key, annotations, keep_intents=waits)
         return
     name = subject.path.rpartition("/")[2]
     for annotation in subject.annotations():
@@ -206,9 +208,12 @@ def finish(storage: Storage, root: str, annotations: Sequence[StoredAnnotation])
             if annotation.name.kind == DELETION_INTENT
             for value in annotation.values.values()
         }
-        for name in intended.intersection(folders):
-            removal.collect(storage, f"{root}/{name}", grace_s=inf)
-            _remove_folder(storage, root, f"{root}/{name}")
+        paths = [f"{root}/{name}" for name in intended.intersection(folders)]
+        for path in paths:
+            removal.collect(storage, path, grace_s=inf)
+            _remove_folder(storage, root, path)
+        if any(removal.awaits_readers(storage, path) for path in paths):
+            continue
         if intended or now - max(annotation.modified_at for annotation in stored) > GONE_S:
             forget(storage, root, where, annotations)
 
@@ -304,6 +309,7 @@ def prune(  # noqa: PLR0913 - the run, the policy, and limits
         raise ValueError(f"{root} is one checkpoint: give the folder that it is in")
     if not dry_run:
         finish(storage, root, listing.annotations)
+        removal.collect_temporary_records(storage, root, grace_s=GONE_S)
     # The first attempt of newer incarnations, which may need their checkpoints.
     limit = inf if incarnation is None else incarnation.first + ATTEMPTS_PER_INCARNATION
     decisions = [

@@ -14,7 +14,7 @@ def test_gc_finishes_a_delete_that_died_half_way(run, tmp_path):
     code, out, _ = run("gc", tmp_path / "run")
     assert code == 0
     assert "1 removed" in out
-    assert not trash.exists()
+    assert not trash.parent.exists()
 
 
 def test_gc_removes_what_a_dead_save_left_and_nothing_else(run, checkpoint):

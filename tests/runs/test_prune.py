@@ -9,18 +9,27 @@ from pathlib import Path
 import pytest
 
 from commit_cases import step_at
-from dist_ckpt.core.commit.attempts import list_attempts
+from dist_ckpt.core.commit.attempts import list_attempts, make_folders
 from dist_ckpt.core.commit.commit_protocol import claim
 from dist_ckpt.core.commit.records import protection_protocol
 from dist_ckpt.core.commit.records.incarnations import Incarnation, begin_incarnation
 from dist_ckpt.core.commit.records.leases import Lease
 from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef, pin, tag, unpin
-from dist_ckpt.core.commit.records.protections import DELETION_INTENT_S, CheckpointKey
+from dist_ckpt.core.commit.records.protections import (
+    DELETION_INTENT,
+    DELETION_INTENT_S,
+    CheckpointKey,
+)
 from dist_ckpt.core.commit.records.record_store import read_annotations
-from dist_ckpt.core.commit.removal import collect, remove_superseded
+from dist_ckpt.core.commit.removal import (
+    collect,
+    collect_all,
+    list_all_collectable,
+    remove_superseded,
+)
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.core.storage.forwarding import T
+from dist_ckpt.core.storage.forwarding import ForwardingStorage, T
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import ConflictError, ExistsError, NotFoundError, StorageError
 from dist_ckpt.runs.listing import RunCheckpoint, list_run, put_metrics
@@ -232,6 +241,94 @@ def test_facts_of_what_is_gone_are_removed_after_a_day(storage, clock) -> None:
     clock.now += GONE_S + 1
     pruned(storage)
     assert {fact.step for fact in read_annotations(storage, ROOT)} == {1, 8}
+
+
+class _NfsStorage(ForwardingStorage):
+    """Renames each removed shard file, as an NFS client does while a process reads it."""
+
+    def remove(self, path: str) -> None:
+        if not path.endswith(".safetensors"):
+            super().remove(path)
+            return
+        self.rename(path, f"{path.rpartition('/')[0]}/.nfs{'0' * 15}1{'0' * 8}")
+
+    def end_reads(self) -> None:
+        assert isinstance(self.inner, MemoryStorage)
+        for path in self.inner.tree():
+            if "/.nfs" in path:
+                self.inner.remove(path)
+
+
+@pytest.mark.parametrize("how", ["prune", "delete", "delete and gc"])
+def test_a_folder_that_waits_for_readers_on_nfs_is_removed_later(
+    storage: MemoryStorage, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    nfs = _NfsStorage(storage)
+    put(storage, committed(storage, 1), "metrics", {"loss": 1})
+    committed(storage, 2)
+    if how == "prune":
+        assert pruned(nfs)[1] == ""
+    else:
+        delete_at(nfs, f"{ROOT}/step-1", force=False)
+    for _ in range(2):
+        assert steps(nfs) == [1, 2]
+        assert [info.step for info in list_run(nfs, ROOT, now=0).checkpoints] == [2]
+        assert {stored.name.kind for stored in read_annotations(nfs, ROOT)} == {DELETION_INTENT}
+        pruned(nfs)
+    assert "not dist_ckpt's" not in caplog.text
+    nfs.end_reads()
+    if how == "delete and gc":
+        assert len(collect_all(nfs, ROOT, grace_s=0)) == 1
+        assert steps(nfs) == [2]
+    pruned(nfs)
+    assert steps(nfs) == [2]
+    assert read_annotations(nfs, ROOT) == ()
+
+
+@pytest.mark.parametrize("collector", ["prune", "gc"])
+def test_temporary_records_of_killed_commands_are_removed_by_age(storage, clock, collector) -> None:
+    where = committed(storage, 1)
+    file = put(storage, where, "metrics", {"loss": 1})
+    lost, new = (f"{ROOT}/.annotations/{step}/{where[1]}/.record-{'0' * 16}.tmp" for step in (9, 1))
+    make_folders(storage, lost.rpartition("/")[0], [])
+    storage.create(lost, 0).discard()
+    clock.now += GONE_S + 1
+    storage.create(new, 0).discard()
+
+    def collected() -> tuple[str, ...]:
+        before = storage.tree()
+        if collector == "prune":
+            pruned(storage)
+            return tuple(before.keys() - storage.tree().keys())
+        shown = list_all_collectable(storage, ROOT, grace_s=3600, now=clock.now)
+        assert storage.tree() == before
+        assert collect_all(storage, ROOT, grace_s=3600) == shown
+        return shown
+
+    assert lost in collected()
+    assert {e.name for e in storage.list(f"{ROOT}/.annotations")} == {"1"}
+    clock.now += 3600
+    assert collected() == ()
+    clock.now += GONE_S
+    assert collected() == (new,)
+    assert read_annotations(storage, ROOT)[0].values == {"loss": 1}
+    assert storage.open(file).nbytes > 0
+
+
+def test_an_annotation_whose_temporary_file_was_collected_is_written_again(storage, clock) -> None:
+    where = committed(storage, 1)
+
+    class Slow(ForwardingStorage):
+        """Is stopped for a long time before its first rename."""
+
+        def rename(self, old: str, new: str) -> None:
+            if clock.now == 1e9:
+                clock.now += 3601
+                assert collect_all(storage, ROOT, grace_s=3600) == (old,)
+            super().rename(old, new)
+
+    put(Slow(storage), where, "metrics", {"loss": 1})
+    assert [stored.values for stored in read_annotations(storage, ROOT)] == [{"loss": 1}]
 
 
 def test_with_a_deleted_checkpoint_its_tag_goes_and_does_not_fall_back(storage) -> None:

@@ -11,6 +11,7 @@ import logging
 import posixpath
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import PurePosixPath
 
 from dist_ckpt.core.commit.attempts import (
     Status,
@@ -26,8 +27,19 @@ from dist_ckpt.core.commit.attempts import (
 )
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.commit.records.protection_protocol import protections_at
-from dist_ckpt.core.commit.records.record_store import check_upgraded, old_folders_in, refuse_old
-from dist_ckpt.core.format.filenames import Attempt, is_in_attempt, is_temporary_root_id, trash_name
+from dist_ckpt.core.commit.records.record_store import (
+    check_upgraded,
+    list_temporary_records,
+    old_folders_in,
+    refuse_old,
+)
+from dist_ckpt.core.format.filenames import (
+    Attempt,
+    is_in_attempt,
+    is_nfs_file,
+    is_temporary_root_id,
+    trash_name,
+)
 from dist_ckpt.core.storage import Entry, Storage
 from dist_ckpt.errors import CheckpointError, StorageError
 
@@ -204,6 +216,10 @@ def list_all_collectable(
         f"{path}/{name}"
         for path in _list_folders(storage, root)
         for name in list_collectable(storage, path, grace_s=grace_s, now=now)
+    ) + tuple(
+        file
+        for file, modified_at in list_temporary_records(storage, root)
+        if now - modified_at > grace_s
     )
 
 
@@ -227,13 +243,34 @@ def collect_all(storage: Storage, root: str, *, grace_s: float) -> tuple[str, ..
     """Call `collect` at `root` and at every folder in it; return the removed paths.
 
     Raises NotFoundError if `root` does not exist. Raises IncompatibleError if `root` or its parent
-    needs an upgrade.
+    needs an upgrade. Removes also the folders in `root` that become empty, and old temporary
+    records.
     """
-    return tuple(
-        f"{path}/{name}"
-        for path in _list_folders(storage, root)
-        for name in collect(storage, path, grace_s=grace_s)
-    )
+    removed = []
+    for path in _list_folders(storage, root):
+        names = collect(storage, path, grace_s=grace_s)
+        removed += [f"{path}/{name}" for name in names]
+        if names and path != root:
+            with suppress(StorageError, FileNotFoundError, NotADirectoryError):
+                storage.remove(path)
+    return (*removed, *collect_temporary_records(storage, root, grace_s=grace_s))
+
+
+def collect_temporary_records(storage: Storage, root: str, *, grace_s: float) -> tuple[str, ...]:
+    """Remove temporary records of killed processes that are older than `grace_s`.
+
+    A slow process may still rename such a file. If the file is gone, the process writes it again.
+    """
+    temporary = list_temporary_records(storage, root)
+    now = read_storage_clock(storage, root) if temporary else 0.0
+    removed = tuple(file for file, modified_at in temporary if now - modified_at > grace_s)
+    for file in removed:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            storage.remove(file)
+        with suppress(StorageError, FileNotFoundError, NotADirectoryError):
+            for folder in PurePosixPath(file).parents[:2]:  # of the attempt, then of the step
+                storage.remove(str(folder))
+    return removed
 
 
 def _list_folders(storage: Storage, root: str) -> Sequence[str]:
@@ -280,6 +317,8 @@ def _empty_trash(storage: Storage, path: str, trash: str) -> bool:
         # Do not follow links: another program may replace the folder by a link at any time.
         foreign = []
         for entry in storage.list(trash, follow=False):
+            if is_nfs_file(entry.name):
+                continue
             if entry.kind == "folder" or not is_in_attempt(entry.name):
                 foreign.append(entry.name)
                 continue
@@ -294,7 +333,22 @@ def _empty_trash(storage: Storage, path: str, trash: str) -> bool:
     except NotADirectoryError:
         _log_foreign(trash)
         return False
+    except StorageError:
+        if not _has_nfs_files(storage, trash):
+            raise
+        _log.info("%s is still read: a later prune or gc removes this folder", trash)
+        return False
     return True
+
+
+def awaits_readers(storage: Storage, path: str) -> bool:
+    """Return True if NFS keeps removed files at `path` for processes that still read them."""
+    trash = list_trash(storage, path)
+    return any(_has_nfs_files(storage, f"{path}/{entry.name}") for entry in trash)
+
+
+def _has_nfs_files(storage: Storage, trash: str) -> bool:
+    return any(is_nfs_file(entry.name) for entry in list_entries(storage, trash))
 
 
 def _log_foreign(link: str) -> None:

@@ -57,6 +57,7 @@ _INCARNATION = re.compile(r"([1-9][0-9]{0,5})\.json")
 _LIVENESS = re.compile(r"([1-9][0-9]{0,5})\.alive-[0-9a-f]{16}")
 _REQUEST = re.compile(r"(request|answer)-([0-9a-f]{16})\.json")
 _TEMPORARY_RECORD = re.compile(r"\.record-[0-9a-f]{16}\.tmp")
+_NFS_FILE = re.compile(r"\.nfs[0-9A-Fa-f]{8,}")
 _STEM = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _SHARD_FILE = re.compile(r"([a-z][a-z0-9_]{0,31})-([0-9]{5,9})\.safetensors")
 _ATTACHED_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
@@ -210,6 +211,11 @@ def parse_request(name: str) -> tuple[str, str] | None:
 def is_temporary_record(name: str) -> bool:
     """Return True if this is the temporary name of a record."""
     return _TEMPORARY_RECORD.fullmatch(name) is not None
+
+
+def is_nfs_file(name: str) -> bool:
+    """Return True if an NFS client gave this name to a removed file that a process still reads."""
+    return _NFS_FILE.fullmatch(name) is not None
 
 
 def is_stem(text: str) -> bool:

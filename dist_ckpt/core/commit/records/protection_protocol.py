@@ -307,11 +307,17 @@ def _find_protections(
 
 
 def forget(
-    storage: Storage, root: str, key: CheckpointKey, annotations: Sequence[StoredAnnotation]
+    storage: Storage,
+    root: str,
+    key: CheckpointKey,
+    annotations: Sequence[StoredAnnotation],
+    *,
+    keep_intents: bool = False,
 ) -> None:
     """Remove the annotations of a checkpoint that is gone. `annotations` has those of the root.
 
     Deletion intents are removed last, so that the next prune recognises the remains of a crash.
+    With `keep_intents` they stay, and the next prune continues the removal.
     """
     # A tag belongs to the checkpoint with its newest annotation. That one is removed here. So first
     # remove the older annotations of other checkpoints, or one of them would get the tag.
@@ -324,6 +330,8 @@ def forget(
     folder = annotations_folder(root, *key)
     names = [entry.name for entry in list_entries(storage, folder) if entry.kind == "file"]
     ours = [name for name in names if is_temporary_record(name) or parse_annotation_name(name)]
+    if keep_intents:
+        ours = [name for name in ours if not name.startswith(DELETION_INTENT)]
     for name in sorted(ours, key=lambda name: (name.startswith(DELETION_INTENT), name)):
         _remove(storage, f"{folder}/{name}")
     with suppress(StorageError):  # another process has written something there

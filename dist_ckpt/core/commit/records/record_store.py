@@ -24,7 +24,7 @@ import posixpath
 import shlex
 import socket
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -41,6 +41,7 @@ from dist_ckpt.core.format.filenames import (
     OLD_INCARNATIONS,
     AnnotationName,
     Attempt,
+    is_temporary_record,
     parse_annotation_name,
     parse_step,
     temporary_name,
@@ -243,6 +244,29 @@ def put_record(storage: Storage, folder: str, name: str, data: bytes) -> None:
         if content != data:
             raise
     storage.sync(folder)
+
+
+def list_temporary_records(storage: Storage, root: str) -> list[tuple[str, float]]:
+    """Return the path and the time of each temporary annotation in a root. Follow no link."""
+    above = f"{root.rstrip('/')}/{ANNOTATIONS}"
+    folders = [
+        f"{above}/{step.name}/{attempt}"
+        for step in _list_real(storage, above)
+        if parse_step(step.name) is not None
+        for attempt in attempts.parse_attempts(_list_real(storage, f"{above}/{step.name}"))
+    ]
+    return [
+        (f"{folder}/{entry.name}", entry.modified_at)
+        for folder in folders
+        for entry in _list_real(storage, folder)
+        if entry.kind == "file" and is_temporary_record(entry.name)
+    ]
+
+
+def _list_real(storage: Storage, folder: str) -> Sequence[Entry]:
+    with suppress(FileNotFoundError, NotADirectoryError):
+        return storage.list(folder, follow=False)
+    return ()
 
 
 def put_verified(storage: Storage, root: str, key: tuple[int, Attempt], level: str) -> None:
