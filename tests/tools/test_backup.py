@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -50,6 +51,38 @@ def kept(storage: Storage, *, overwrite: bool = False) -> str:
 
 
 # --- what it is ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+@pytest.mark.parametrize(
+    ("link", "linked"),
+    [
+        (lambda root: dc.backup(root / "s1"), "backup/s1"),
+        (lambda root: dc.copy(root / "s1", root / "copy", link=True), "copy"),
+        (lambda root: dc.strip(root / "s1", "optim"), "s1"),
+    ],
+)
+def test_a_linked_file_gets_new_times_where_the_system_allows_it(
+    tmp_path: Path,
+    link: Callable[[Path], object],
+    linked: str,
+    is_refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dc.save({**state(1), "optim": {"x": torch.ones(3)}}, tmp_path / "s1", step=1)
+    (before,) = (tmp_path / "s1").glob("a*/model*.safetensors")
+    os.utime(before, (1e9, 1e9))
+    inode = before.stat().st_ino
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError
+
+    if is_refused:
+        monkeypatch.setattr("os.utime", refuse)
+    link(tmp_path)
+    (after,) = (tmp_path / linked).glob("a*/model*.safetensors")
+    assert after.stat().st_ino == inode
+    assert (after.stat().st_mtime == after.stat().st_atime == 1e9) is is_refused
 
 
 def test_a_backup_shares_the_files_and_stays_when_the_checkpoint_goes(root: Path) -> None:

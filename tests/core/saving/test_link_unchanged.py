@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -119,6 +120,17 @@ def test_two_saves_write_what_does_not_change_and_later_ones_link_it_in_turns(
     for step in (1, 2, 3, 4):  # the last two stay whole when what they linked to goes
         dc.delete(tmp_path / f"s{step}")
     assert dc.verify(tmp_path / "s6").ok
+
+
+def test_a_save_renews_the_times_of_a_file_that_it_links(tmp_path: Path) -> None:
+    def make_old(step: int) -> None:
+        for file in tmp_path.glob(f"s{step - 2}/*/{FROZEN}"):
+            os.utime(file, (1e9, 1e9))
+
+    saves(LocalStorage(), range(4), path=f"{tmp_path}/s{{}}", before=make_old)
+    assert shared(tmp_path, range(1, 4, 2)) == shared(tmp_path, range(3, 0, -2))
+    (newest,) = tmp_path.glob(f"s3/*/{FROZEN}")
+    assert newest.stat().st_mtime > 1e9
 
 
 def test_states_that_are_saved_in_turns_are_linked_each_to_its_own(tmp_path: Path) -> None:

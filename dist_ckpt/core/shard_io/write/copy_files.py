@@ -25,6 +25,7 @@ from dist_ckpt.core.shard_io.write.shard_writer import (
     write_document,
 )
 from dist_ckpt.core.storage import ReadableFile, Storage
+from dist_ckpt.core.storage.local.direct_io import renew_times
 from dist_ckpt.errors import CorruptError, StorageError
 from dist_ckpt.reports import IoCount
 
@@ -75,6 +76,7 @@ def link_or_copy_files(  # noqa: PLR0913 - files, source, target and options
 def try_link(storage: Storage, old: str, new: str) -> bool:
     """Link a file into an attempt of this process. Return False if the caller must write it.
 
+    The file gets new times where possible, so that a purge by age does not take it first.
     ConflictError if the new name exists.
     """
     try:
@@ -88,6 +90,7 @@ def try_link(storage: Storage, old: str, new: str) -> bool:
         with suppress(StorageError, FileNotFoundError, NotADirectoryError):
             storage.remove(new)
         return False
+    renew_times(new)
     return True
 
 

@@ -102,6 +102,15 @@ def drop_cached_file(file: str) -> None:
             os.close(descriptor)
 
 
+def renew_times(file: str) -> None:
+    """Set the times of a file to now: some systems purge old files. Never raises.
+
+    The system refuses this for a file of another user, which then keeps its times.
+    """
+    with suppress(OSError):
+        os.utime(file, follow_symlinks=False)
+
+
 # cachestat(2), of Linux 6.5; the number is the same on all processors but alpha. It has no side
 # effects: a read with RWF_NOWAIT would start to read ahead, and mincore takes twenty times as long.
 _CACHESTAT = 451
