@@ -12,10 +12,9 @@ from typing import Self
 
 from torch.distributed import ProcessGroup
 
-from dist_ckpt.checkpointer import save_policy
 from dist_ckpt.checkpointer.checkpointer_options import OnFailure, RunOptions
 from dist_ckpt.checkpointer.run_session import RunSession, TrainingStopped, open_run_session
-from dist_ckpt.checkpointer.save_policy import SavePolicy
+from dist_ckpt.checkpointer.save_policy import DEFAULT_SAVE, SavePolicy
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 from dist_ckpt.core.loading.load_options import Sources
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
@@ -24,8 +23,6 @@ from dist_ckpt.core.saving.attachments import Attachments
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.runs.listing import parse_metrics
 from dist_ckpt.runs.retention_policy import RetentionPolicy
-
-DEFAULT_SAVE = save_policy.every(minutes=30) | save_policy.at_end | save_policy.on_signal("TERM")
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -46,8 +43,8 @@ class Checkpointer:
     A step is a completed optimizer step. Its checkpoint is `root/step-00000500`. `state` is a state
     as for `dc.save`, or a function without arguments that returns it. Every rank of `group` creates
     a checkpointer with the same options, and calls `restore`, `step`, `poll`, `save` and `steps`
-    alike, in the main thread. A process can have one open checkpointer. With `root=None` nothing is
-    saved.
+    alike. `on_signal` needs the main thread; in another thread the default `save` logs that, and
+    does without. A process can have one open checkpointer. With `root=None` nothing is saved.
 
     `save` is the save policy. Its minutes are counted by rank 0's clock; a signal may come to any
     rank. Saves by time, by a signal or by a request happen at a boundary, a call of `step` or

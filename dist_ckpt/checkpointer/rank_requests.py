@@ -40,27 +40,32 @@ from dist_ckpt.runs.save_requests import (
     remove_request_file,
 )
 
+_log = logging.getLogger("dist_ckpt")
+
 
 class Signals:
     """Handlers of some signals, from construction until `close`.
 
     `received` is the first signal, and `received_at` its time by the monotonic clock. The previous
     handler is called too, except Python's own handler of Ctrl-C. A forked child, such as a data
-    loader worker, gets the previous handlers back. Raises ValueError outside the main thread, as
-    only the main thread can set handlers.
+    loader worker, gets the previous handlers back. Only the main thread can set handlers: in
+    another thread it raises ValueError, or if `is_default` it logs that no signal is handled.
     """
 
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self, names: Iterable[str], *, is_default: bool = False) -> None:
         self.received: str | None = None
         self.received_at = 0.0
         self._is_over = False
         self._previous: dict[int, Any] = {}
         names = tuple(names)
         if names and threading.current_thread() is not threading.main_thread():
-            raise ValueError(
-                "on_signal() needs the main thread, as only there a handler can be set: make the "
-                "Checkpointer there, or leave on_signal() out"
-            )
+            problem = "on_signal() needs the main thread, as only there a handler can be set"
+            if not is_default:
+                raise ValueError(
+                    f"{problem}: make the Checkpointer there, or leave on_signal() out"
+                )
+            _log.warning("no signal makes this run save and stop: %s", problem)
+            names = ()
         _installed.add(self)
         try:
             for name in names:
@@ -170,8 +175,6 @@ class RankRequests:
         if self.maintenance is not None:
             self.maintenance.finish(proposal)
 
-
-_log = logging.getLogger("dist_ckpt")
 
 # The interval at which the folder is polled for requests. It costs one listing.
 REQUEST_CHECK_INTERVAL_S = 2.0

@@ -27,6 +27,7 @@ from dist_ckpt.checkpointer.checkpointer_options import RunArguments, RunOptions
 from dist_ckpt.checkpointer.maintenance import MaintenanceThread
 from dist_ckpt.checkpointer.rank_requests import ExternalRequests, RankRequests, Signals
 from dist_ckpt.checkpointer.resume import FOLDER, Resume, Resumed
+from dist_ckpt.checkpointer.save_policy import DEFAULT_SAVE
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, check_equal_on_all_ranks
 from dist_ckpt.core.comm.messages import Failure, build_error
 from dist_ckpt.core.comm.process_group import session_of
@@ -417,7 +418,8 @@ def open_run_session(
             check_only_one()
             options.check()
             root = options.storage_root()
-            signals = Signals(() if options.read_only else options.save.signals)
+            names = () if options.read_only else options.save.signals
+            signals = Signals(names, is_default=options.save is DEFAULT_SAVE)
             gathered = opening.gather(options.run_arguments())
             if gathered is not None:
                 check_equal_on_all_ranks("Checkpointer", gathered, RunArguments.__struct_fields__)

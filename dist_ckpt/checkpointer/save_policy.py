@@ -105,6 +105,9 @@ def on_signal(*names: str) -> SavePolicy:
     return SavePolicy(signals=frozenset(signals))
 
 
+DEFAULT_SAVE = every(minutes=30) | at_end | on_signal("TERM")
+
+
 def parse(text: str) -> SavePolicy:
     """Return the policy of a text, such as `every(steps=500) | at_end`."""
     makers: Makers[SavePolicy] = {

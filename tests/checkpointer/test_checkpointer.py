@@ -576,3 +576,30 @@ def test_a_state_that_cannot_be_saved_is_an_error_at_once(tmp_path: Path) -> Non
         with pytest.raises(TypeError, match="nothing"):
             ck.step(1, {"nothing": object()})
         ck.step(2, fresh())
+
+
+def test_the_default_policy_works_outside_the_main_thread_with_one_log_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ray actors, notebooks and NeMo's workers train in other threads."""
+    errors: list[BaseException] = []
+
+    def train_there() -> None:
+        state = fresh()
+        with dc.Checkpointer(tmp_path / "run", background=False) as ck:
+            for step in ck.steps(state, until=3):
+                train(state, step)
+        try:
+            dc.Checkpointer(tmp_path / "other", save=dc.on_signal("TERM"), background=False)
+        except ValueError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=train_there)
+    thread.start()
+    thread.join()
+    assert steps_at(tmp_path / "run") == [3]
+    assert [line for line in caplog.messages if "on_signal() needs the main thread" in line] == [
+        "no signal makes this run save and stop: on_signal() needs the main thread, as only there "
+        "a handler can be set"
+    ]
+    assert len(errors) == 1

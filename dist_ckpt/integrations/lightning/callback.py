@@ -21,8 +21,9 @@ from typing import Any, Literal
 import torch
 from torch.distributed.tensor import DTensor
 
-from dist_ckpt.checkpointer.checkpointer import DEFAULT_SAVE, Checkpointer
+from dist_ckpt.checkpointer.checkpointer import Checkpointer
 from dist_ckpt.checkpointer.run_session import TrainingStopped
+from dist_ckpt.checkpointer.save_policy import DEFAULT_SAVE
 from dist_ckpt.core.state.wrappers import RNG, Named, PerRank
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.integrations.adapter_state import (
@@ -175,7 +176,11 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
         before = {number: signal.getsignal(number) for number in numbers}
         root = None if trainer.fast_dev_run else self._root
         self._checkpointer = ck = Checkpointer(root, **self._options)
-        self._signals = {number: (old, signal.getsignal(number)) for number, old in before.items()}
+        self._signals = {
+            number: (old, ours)
+            for number, old in before.items()
+            if (ours := signal.getsignal(number)) != old  # the same outside the main thread
+        }
         template = self._template()
         step = ck.restore(template)
         self._resumed = self._step = -1 if step is None else step
