@@ -598,8 +598,6 @@ def test_the_default_policy_works_outside_the_main_thread_with_one_log_line(
     thread.start()
     thread.join()
     assert steps_at(tmp_path / "run") == [3]
-    assert [line for line in caplog.messages if "on_signal() needs the main thread" in line] == [
-        "no signal makes this run save and stop: on_signal() needs the main thread, as only there "
-        "a handler can be set"
-    ]
+    (line,) = [line for line in caplog.messages if "on_signal() needs the main thread" in line]
+    assert line.startswith("no signal makes this run save and stop")
     assert len(errors) == 1

@@ -11,7 +11,6 @@ import secrets
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from typing import TypeVar
 from dist_ckpt.async_save.snapshots.job_folder import RankFolder, check_file
 from dist_ckpt.async_save.writer import messages
 from dist_ckpt.core.comm.messages import Failure, build_error
+from dist_ckpt.core.runtime.process import running_time
 from dist_ckpt.core.runtime.threads import run_after_fork
 from dist_ckpt.errors import RankError, StorageError
 from dist_ckpt.reports import SaveReport
@@ -206,20 +206,20 @@ class WriterHandle:
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
         """Receive messages of the writer until a condition is true. False after `timeout_s`."""
-        until = None if timeout_s is None else time.monotonic() + timeout_s
-        ping_at = time.monotonic() + PING_INTERVAL_S
+        until = None if timeout_s is None else running_time() + timeout_s
+        ping_at = running_time() + PING_INTERVAL_S
         while not condition():
-            remaining_s = _POLL_INTERVAL_S if until is None else until - time.monotonic()
+            remaining_s = _POLL_INTERVAL_S if until is None else until - running_time()
             if remaining_s <= 0:
                 return False
             if self._link is None:  # no message can follow
                 return condition()
             self.receive_messages(min(remaining_s, _POLL_INTERVAL_S))
-            if time.monotonic() > ping_at:
+            if running_time() > ping_at:
                 # This kills a frozen writer. Otherwise the wait would never end.
                 with suppress(RankError):
                     self._request(messages.Ping(), messages.Pong)
-                ping_at = time.monotonic() + PING_INTERVAL_S
+                ping_at = running_time() + PING_INTERVAL_S
         return True
 
     # --- saves -------------------------------------------------------------------------------
@@ -317,8 +317,8 @@ class WriterHandle:
         with self._lock:
             self._answer = None
             self._send(request)
-            until = time.monotonic() + ANSWER_TIMEOUT_S
-            while self._answer is None and self._link is not None and time.monotonic() < until:
+            until = running_time() + ANSWER_TIMEOUT_S
+            while self._answer is None and self._link is not None and running_time() < until:
                 self.receive_messages(_POLL_INTERVAL_S)
             answer = self._answer
             if isinstance(answer, messages.Refused):

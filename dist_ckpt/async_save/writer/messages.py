@@ -10,7 +10,6 @@ import select
 import socket
 import struct
 import threading
-import time
 import weakref
 from contextlib import suppress
 
@@ -18,6 +17,7 @@ from msgspec import Struct, msgpack
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.messages import Failure
+from dist_ckpt.core.runtime.process import MAX_STEP_S, running_time
 from dist_ckpt.core.runtime.threads import run_after_fork
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.reports import SaveReport
@@ -197,11 +197,14 @@ class Link:
 
     def receive(self, timeout_s: float | None) -> WriterMessage | None:
         """Return the next message, or None after `timeout_s`. LinkClosedError at the end."""
-        until = None if timeout_s is None else time.monotonic() + timeout_s
+        until = None if timeout_s is None else running_time() + timeout_s
         while (message := self._decode_next()) is None:
+            left_s = None if until is None else max(0.0, until - running_time())
             # Not a timeout of the socket: that would also apply to sends of other threads.
-            if not self.wait(None if until is None else max(0.0, until - time.monotonic())):
-                return None
+            if not self.wait(None if left_s is None else min(left_s, MAX_STEP_S / 2)):
+                if not left_s:
+                    return None
+                continue
             try:
                 data = self._end.recv(_MAX_READ_NBYTES)
             except OSError as error:

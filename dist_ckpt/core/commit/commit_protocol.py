@@ -60,6 +60,7 @@ from dist_ckpt.core.format.filenames import (
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Abandoned, Index
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
+from dist_ckpt.core.runtime.process import running_time
 from dist_ckpt.core.storage import Entry, Storage, real_path
 from dist_ckpt.errors import (
     CheckpointError,
@@ -336,7 +337,7 @@ def await_claim(storage: Storage, path: str, attempt: Attempt, timeout_s: float)
     attempt is abandoned or removed.
     """
     folder = f"{path}/{attempt}"
-    deadline = time.monotonic() + timeout_s
+    deadline = running_time() + timeout_s
     while True:
         with suppress(FileNotFoundError, NotADirectoryError):
             names = {entry.name for entry in storage.list(folder)}
@@ -346,7 +347,7 @@ def await_claim(storage: Storage, path: str, attempt: Attempt, timeout_s: float)
                 return
         if was_provably_removed(storage, path, attempt):
             raise _conflict(storage, path, attempt, None)
-        if time.monotonic() >= deadline:
+        if running_time() >= deadline:
             raise StorageError(
                 f"{folder} is not visible here {timeout_s:g} seconds after the coordinator made "
                 f"it: the path is not on storage that all ranks share. Pass a path that is"
@@ -366,9 +367,9 @@ def check_files(
     appear late: wait up to `timeout_s`. Raises StorageError, which names missing, unexpected and
     wrong files. Raises ConflictError if the folder is gone.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = running_time() + timeout_s
     while problems := _compare(storage, folder, expected):
-        if time.monotonic() >= deadline:
+        if running_time() >= deadline:
             more = f" and {len(problems) - 5} more" * (len(problems) > 5)
             raise StorageError(
                 f"{folder} differs from the files that the ranks wrote: "

@@ -27,7 +27,7 @@ from dist_ckpt.core.loading.shared_read.group import prepare_shared_read
 from dist_ckpt.core.planning.load.load_planner import find_request_problems, plan_load
 from dist_ckpt.core.planning.plan import ReadItem, TensorRequest
 from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, parse_cast, parse_selection
-from dist_ckpt.core.runtime.gc_pause import paused_collector
+from dist_ckpt.core.runtime.process import paused_collector
 from dist_ckpt.core.shard_io.read.block_reads import CellTargets
 from dist_ckpt.core.shard_io.read.open_files import MAX_OPEN, OpenFile, OpenFiles, open_files
 from dist_ckpt.core.state.binding.bind import (

@@ -1,6 +1,7 @@
 """What Python and torch lack: daemon threads, lock files, buffers, shared memory, messages.
 
 - Several calls at once, a call that may hang: `threads.py`.
+- A clock without the stops of this process, the state of another process: `process.py`.
 - A private name of torch: `torch_private.py`, whose table lists all of them.
 - A public name that is renamed: `public_names.py`.
 """

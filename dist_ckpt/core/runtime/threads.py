@@ -13,11 +13,11 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from time import monotonic
 from typing import TypeVar
 from weakref import WeakMethod
 
 from dist_ckpt.config import STALL_TIMEOUT_S
+from dist_ckpt.core.runtime.process import running_time
 from dist_ckpt.errors import StorageError
 
 # How long an idle thread stays. Starting one takes about 0.1 ms.
@@ -137,7 +137,7 @@ class CallMonitor:
         released here, and TimeoutError ends the work.
         """
         with self._lock:
-            self._call = (monotonic() + timeout_s, fact)
+            self._call = (running_time() + timeout_s, fact)
         try:
             value = act()
         finally:
@@ -151,13 +151,26 @@ class CallMonitor:
 
     def wait_for(self, future: Future[T], deadline: float) -> str | None:
         """Wait for the work until `deadline`; return the `fact` of a call that hangs."""
-        while not future.done() and (now := monotonic()) < deadline:
+        while not future.done() and (now := running_time()) < deadline:
             wait((future,), timeout=min(POLL_S, deadline - now))
             with self._lock:
-                if self._call is not None and self._call[0] < monotonic():
+                if self._call is not None and self._call[0] < running_time():
                     self._is_abandoned = True
                     return self._call[1]
         return None
+
+
+def has_outcome(future: Future[T], timeout_s: float) -> bool:
+    """Wait for a future. False after `timeout_s`, in which no stop of this process counts."""
+    until = running_time() + timeout_s
+    while True:
+        try:
+            future.exception(timeout=min(POLL_S, max(0.0, until - running_time())))
+        except TimeoutError:
+            if running_time() >= until:
+                return False
+        else:
+            return True
 
 
 def run_into(future: Future[T], call: Callable[[], T]) -> None:
@@ -246,14 +259,14 @@ def _drain(running: Iterable[tuple[Future[R], CallMonitor]], stall_s: float) -> 
     for future, _ in running:
         future.cancel()
     # After a stall, calls may still be stuck in the kernel; nothing can end them.
-    until = monotonic() + stall_s
+    until = running_time() + stall_s
     for future, monitor in running:
         monitor.wait_for(future, until)
 
 
 def _next_result(running: deque[tuple[Future[R], CallMonitor]], stall_s: float) -> R:
     future, monitor = running[0]
-    fact = monitor.wait_for(future, monotonic() + stall_s)
+    fact = monitor.wait_for(future, running_time() + stall_s)
     running.popleft()  # only now: an interrupt during the wait then waits for it again
     if fact is not None:
         raise StorageError(fact)

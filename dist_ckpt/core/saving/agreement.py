@@ -15,7 +15,7 @@ from dist_ckpt.core.planning.plan import FilePlan, Inventory, ReplicaGroup, Save
 from dist_ckpt.core.planning.save import save_planner
 from dist_ckpt.core.planning.selection import Selection, find_unmatched_on_all
 from dist_ckpt.core.runtime import typed_msgpack
-from dist_ckpt.core.runtime.gc_pause import paused_collector
+from dist_ckpt.core.runtime.process import paused_collector
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.shard_io.write.link_unchanged import LinkableSaves
 from dist_ckpt.errors import listed, ranks_text

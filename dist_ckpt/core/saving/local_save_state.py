@@ -18,7 +18,7 @@ from dist_ckpt.core.planning.plan import ReplicaDigests, ReplicaGroup, SavePlan
 from dist_ckpt.core.planning.save.save_planner import CellNumbers, Origin, find_origin
 from dist_ckpt.core.planning.selection import SELECT_ALL, Selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
-from dist_ckpt.core.runtime.gc_pause import paused_collector
+from dist_ckpt.core.runtime.process import paused_collector
 from dist_ckpt.core.saving.agreement import LinkPatterns, RankPlan, SaveCache
 from dist_ckpt.core.shard_io.memory.protocol import CellSource
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles

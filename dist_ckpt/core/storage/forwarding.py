@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from dist_ckpt.config import STALL_TIMEOUT_S, stall_timeout_s
 from dist_ckpt.core.format.checksums import Buffer
-from dist_ckpt.core.runtime.threads import CallMonitor, DaemonThreads
+from dist_ckpt.core.runtime.threads import CallMonitor, DaemonThreads, has_outcome
 from dist_ckpt.core.storage.protocol import Entry, ReadableFile, Storage, WritableFile
 from dist_ckpt.errors import StorageError
 from dist_ckpt.reports import IoCount
@@ -268,10 +268,7 @@ class DeadlineStorage(ForwardingStorage):
         future = Future[T]()
         try:
             self._submit(label, act, future)
-            future.exception(timeout=timeout_s)  # does not raise a TimeoutError of the call
-        except TimeoutError:
-            _abandon(future, release)
-            raise UnansweredError(fact, future) from None
+            is_answered = has_outcome(future, timeout_s)
         except BaseException as interrupt:
             if not future.cancel():
                 wait((future,), timeout=GRACE_S)
@@ -280,6 +277,9 @@ class DeadlineStorage(ForwardingStorage):
                 raise
             raise interrupt from UnansweredError(fact, future)
         try:
+            if not is_answered:
+                _abandon(future, release)
+                raise UnansweredError(fact, future)
             return future.result(timeout=0)
         finally:
             # The error refers to this frame. A cycle would keep the callers' data alive, such as

@@ -31,7 +31,7 @@ from dist_ckpt.core.format.filenames import Attempt, parse_attempt
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Abandoned, Index
 from dist_ckpt.core.format.run_records import IncarnationRecord, decode_record, encode_record
-from dist_ckpt.core.runtime.gc_pause import paused_collector
+from dist_ckpt.core.runtime.process import paused_collector
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.forwarding import ForwardingStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, NotFoundError

@@ -16,12 +16,12 @@ import os
 import selectors
 import socket
 import struct
-import time
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from dist_ckpt.core.comm.messages import SecondaryError
+from dist_ckpt.core.runtime.process import MAX_STEP_S, running_time
 from dist_ckpt.core.runtime.shared_memory import create_anonymous
 
 MAX_MESSAGE_NBYTES = 64
@@ -84,18 +84,18 @@ class HostLinks:
     def accept(self, ranks: Iterable[int]) -> None:
         """Accept the links of the higher ones of these ranks, which have all connected."""
         missing = {rank for rank in ranks if rank > self.rank}
-        until = time.monotonic() + self._timeout_s
+        until = running_time() + self._timeout_s
         while missing:
-            try:
-                # A series of strangers must not extend the deadline either.
-                if (left_s := until - time.monotonic()) <= 0:
-                    raise TimeoutError
-                self._server.settimeout(left_s)
-                link, _ = self._server.accept()
-            except TimeoutError:
+            # A series of strangers must not extend the deadline either.
+            if (left_s := until - running_time()) <= 0:
                 raise SecondaryError(
                     f"no connection from rank {min(missing)} within {self._timeout_s:g} s"
-                ) from None
+                )
+            try:
+                self._server.settimeout(min(left_s, MAX_STEP_S / 2))
+                link, _ = self._server.accept()
+            except TimeoutError:
+                continue
             rank = self._receive_hello(link)
             if rank not in missing:
                 link.close()

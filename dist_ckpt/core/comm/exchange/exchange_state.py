@@ -23,6 +23,7 @@ from dist_ckpt.core.comm.exchange.failure_detector import FailureDetector, PollI
 from dist_ckpt.core.comm.key_value import client_thread
 from dist_ckpt.core.comm.key_value.client_thread import Store, StoreClientThread, StoreErrorTexts
 from dist_ckpt.core.comm.messages import Failure, HeartbeatSender, NoAnswerError, unpack
+from dist_ckpt.core.runtime.process import running_time
 from dist_ckpt.errors import RankError, listed, ranks_text
 
 _log = logging.getLogger("dist_ckpt")
@@ -109,10 +110,10 @@ class ExchangeState:
 
         The store may end with the coordinator's process. The other ranks need not wait.
         """
-        until = time.monotonic() + timeout_s
+        until = running_time() + timeout_s
         late = list(range(1, self.world_size)) if self.rank == COORDINATOR else []
         with suppress(NoAnswerError):
-            while self.number and late and time.monotonic() < until:
+            while self.number and late and running_time() < until:
                 self.detector.read_heartbeats(late)
                 late = [
                     rank for rank in late if self.detector.is_waiting(rank, self.number, self.turn)

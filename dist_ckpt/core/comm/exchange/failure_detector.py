@@ -11,6 +11,7 @@ from dist_ckpt.config import Config
 from dist_ckpt.core.comm.key_value import client_thread
 from dist_ckpt.core.comm.key_value.client_thread import StoreClientThread
 from dist_ckpt.core.comm.messages import Heartbeat, unpack
+from dist_ckpt.core.runtime.process import running_time
 from dist_ckpt.errors import ranks_text
 
 # With more ranks, each rank polls less often, since all of them use one store.
@@ -28,14 +29,14 @@ class PollInterval:
         self._min_pause_s = max(0.0003, self._max_pause_s / 100)
         joining_s = min(config.join_warning_s / 2, config.join_timeout_s / 4)
         self._look_s = min(1.0, config.heartbeat_timeout_s / 10, joining_s)
-        self._began_at = time.monotonic()
+        self._began_at = running_time()
         self._look_at = self._began_at + self._look_s
         self.has_warned = False
 
     @property
     def waited_s(self) -> float:
         """How long the wait has lasted."""
-        return time.monotonic() - self._began_at
+        return running_time() - self._began_at
 
     def pause(self) -> None:
         """Sleep until the next poll."""
@@ -43,7 +44,7 @@ class PollInterval:
 
     def is_look_due(self) -> bool:
         """Return True, at intervals, if it is time to read the heartbeats."""
-        now = time.monotonic()
+        now = running_time()
         if now < self._look_at:
             return False
         self._look_at = now + self._look_s
@@ -135,14 +136,14 @@ class FailureDetector:
 
     def find_newer_operation(self, ranks: Sequence[int], number: int) -> int | None:
         """Return a later operation that one of these ranks is in or soon enters; None if none."""
-        until = time.monotonic() + self._grace_s
+        until = running_time() + self._grace_s
         while True:
             self.read_heartbeats(ranks)
             for rank in ranks:
                 beat = self.last_heartbeat(rank)
                 if beat is not None and beat.number > number and beat.inside and not beat.gone:
                     return beat.number
-            if time.monotonic() >= until:
+            if running_time() >= until:
                 return None
             time.sleep(0.02)
 

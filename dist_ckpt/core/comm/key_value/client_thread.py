@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from dist_ckpt.core.comm.messages import MAX_DOCUMENT_NBYTES, HeartbeatSender, NoAnswerError
-from dist_ckpt.core.runtime.threads import run_into
+from dist_ckpt.core.runtime.threads import has_outcome, run_into
 
 MAX_IDLE_S = 3600.0
 
@@ -87,7 +87,9 @@ class StoreClientThread:
         future: Future[T] = Future()
         self._submit(future, partial(function, self._store, *args, **kwargs))
         try:
-            return future.result(timeout=self._stall_timeout_s)
+            if not has_outcome(future, self._stall_timeout_s):
+                raise TimeoutError
+            return future.result(timeout=0)
         except TimeoutError:
             future.cancel()
             raise NoAnswerError(

@@ -12,11 +12,13 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TypeVar
 
 import msgpack
 
 from dist_ckpt.core.comm.key_value.client_thread import PART_NBYTES
+from dist_ckpt.core.runtime.process import MAX_STEP_S, running_time
 
 TOKEN_NBYTES = 32
 GREETING = b"dist_ckpt keys 1"
@@ -95,7 +97,7 @@ class KeyClient:
     ) -> None:
         self._name = "the key server at {}:{}".format(*address)
         self._timeout_s = timeout_s
-        until = time.monotonic() + connect_s
+        until = running_time() + connect_s
         for attempt in range(1, GREETINGS + 1):
             self._socket = self._connect(address, until)
             try:
@@ -159,15 +161,14 @@ class KeyClient:
             raise RuntimeError(
                 f"a message of {nbytes} bytes to {self._name}, the limit is {MAX_MESSAGE_NBYTES}"
             )
-        return self._ask(expected, body, time.monotonic() + self._timeout_s)
+        return self._ask(expected, body, running_time() + self._timeout_s)
 
     def _ask(self, expected: type[T], body: bytes, until: float) -> T:
         """Send a message and return the value of the answer; RuntimeError if it is refused."""
         if self._socket.fileno() < 0:
             raise ConnectionError(f"{self._name}: the connection was closed after an earlier error")
         try:
-            self._socket.settimeout(_remaining_s(until))
-            self._socket.sendall(frame(body))
+            self._send_all(frame(body), until)
             nbytes = body_nbytes(self._receive_exactly(LENGTH.size, until), MAX_MESSAGE_NBYTES)
             answer = unpack(self._receive_exactly(nbytes, until))
         except BaseException as error:
@@ -194,9 +195,17 @@ class KeyClient:
     def _receive_exactly(self, nbytes: int, until: float) -> bytes:
         data = bytearray()
         while len(data) < nbytes:
-            self._socket.settimeout(_remaining_s(until))
-            data += check_received(self._socket.recv(min(nbytes - len(data), MAX_READ_NBYTES)))
+            self._socket.settimeout(min(_remaining_s(until), MAX_STEP_S / 2))
+            with suppress(TimeoutError):
+                data += check_received(self._socket.recv(min(nbytes - len(data), MAX_READ_NBYTES)))
         return bytes(data)
+
+    def _send_all(self, data: bytes, until: float) -> None:
+        rest = memoryview(data)
+        while rest:
+            self._socket.settimeout(min(_remaining_s(until), MAX_STEP_S / 2))
+            with suppress(TimeoutError):
+                rest = rest[self._socket.send(rest) :]
 
     def _connect(self, address: tuple[str, int], until: float) -> socket.socket:
         pause_s = 0.01
@@ -204,7 +213,7 @@ class KeyClient:
             try:
                 return _open_socket(address, until)
             except OSError as error:
-                if time.monotonic() + pause_s >= until:
+                if running_time() + pause_s >= until:
                     raise ConnectionError(f"{self._name} is out of reach: {error}") from error
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
@@ -232,7 +241,7 @@ def _open_socket(address: tuple[str, int], until: float) -> socket.socket:
 
 
 def _remaining_s(until: float) -> float:
-    left_s = until - time.monotonic()
+    left_s = until - running_time()
     if left_s <= 0:
         raise TimeoutError("the time is up")
     return left_s

@@ -25,7 +25,6 @@ detects a frozen rank.
 from __future__ import annotations
 
 import struct
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -49,6 +48,7 @@ from dist_ckpt.core.loading.shared_read.group import (
 )
 from dist_ckpt.core.loading.shared_read.shared_work import PlannedRange, SharedWork
 from dist_ckpt.core.planning.load.read_sharing import RangeKey
+from dist_ckpt.core.runtime.process import running_time
 from dist_ckpt.core.runtime.threads import WORK_STALL_S, CallMonitor, DaemonThreads, parallel_for
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
@@ -238,18 +238,18 @@ class SharedReader:
             self._group.give_up()
             raise
         finally:
-            deadline = time.monotonic() + WORK_STALL_S
+            deadline = running_time() + WORK_STALL_S
             self._decider.end(deadline)
             self._readers.end(deadline)
             # The couriers use only this rank's memory.
-            self._couriers.end(time.monotonic() + RANK_CHECK_INTERVAL_S)
+            self._couriers.end(running_time() + RANK_CHECK_INTERVAL_S)
 
     def _decide(self) -> None:
         """Decide and copy until all blocks are read. Wake the calling thread at each step."""
         offsets = range(0, 2 * self._num_slots * self._work.slot_nbytes, self._work.slot_nbytes)
         to_fetch, to_receive = self._work.fetched_ranges(), self._work.received_ranges()
         local_reads = self._work.local_reads()
-        next_check = time.monotonic() + RANK_CHECK_INTERVAL_S
+        next_check = running_time() + RANK_CHECK_INTERVAL_S
         for _ in run_in_turns(
             # Ranges for other ranks come first. All slots share one iterator of ranges, in order.
             *(self._fetch(offset, to_fetch) for offset in offsets[: self._num_slots]),
@@ -258,12 +258,12 @@ class SharedReader:
             self._host.copy_ranges(),
         ):
             self._host.check_awaited_ranks()
-            if time.monotonic() >= next_check:
+            if running_time() >= next_check:
                 self._channel.watch(
                     sorted(self._host.awaited_ranks() | self._couriers.awaited_ranks())
                 )
                 self._readers.check()
-                next_check = time.monotonic() + RANK_CHECK_INTERVAL_S
+                next_check = running_time() + RANK_CHECK_INTERVAL_S
             self._decider.postpone_deadlines()
             self._host.receive(RANK_CHECK_INTERVAL_S)
 
@@ -301,7 +301,7 @@ class _Call:
     """A call in a thread. It waits for `ranks`, and counts as hanging after `deadline`."""
 
     ranks: Sequence[int]
-    deadline: float = field(default_factory=lambda: time.monotonic() + WORK_STALL_S)
+    deadline: float = field(default_factory=lambda: running_time() + WORK_STALL_S)
     watch: CallMonitor = field(default_factory=CallMonitor)
     future: Future[object] = field(default_factory=Future)
 
@@ -332,13 +332,13 @@ class _WatchedThreads:
     def postpone_deadlines(self) -> None:
         """Postpone the deadline after which the calls count as hanging."""
         for call in self._calls:
-            call.deadline = time.monotonic() + WORK_STALL_S
+            call.deadline = running_time() + WORK_STALL_S
 
     def check(self, wait_s: float = 0.001) -> None:
         """Wait a moment for each call. StorageError if one hangs."""
         for call in self._calls:
-            problem = call.watch.wait_for(call.future, time.monotonic() + wait_s)
-            if problem is None and not call.future.done() and time.monotonic() > call.deadline:
+            problem = call.watch.wait_for(call.future, running_time() + wait_s)
+            if problem is None and not call.future.done() and running_time() > call.deadline:
                 problem = (
                     "the storage or the device did not answer; look at their health, then try again"
                 )

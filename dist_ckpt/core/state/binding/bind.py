@@ -22,7 +22,7 @@ from typing import assert_never
 from dist_ckpt.core.format.index.index import Key
 from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.planning.selection import Selection
-from dist_ckpt.core.runtime.gc_pause import paused_collector
+from dist_ckpt.core.runtime.process import paused_collector
 from dist_ckpt.core.shard_io.memory.protocol import Target
 from dist_ckpt.core.state.binding.bind_optimizers import bind_optimizer
 from dist_ckpt.core.state.binding.bind_requests import (
