@@ -68,6 +68,10 @@ class RankError(CheckpointError):
     """Another rank failed, died, never arrived or made another call; `rank` is its number."""
 
 
+class UnequalReplicasError(ValueError):
+    """Ranks hold different values under one name: make the values equal, then save again."""
+
+
 # --- messages --------------------------------------------------------------------------------
 
 

@@ -166,8 +166,9 @@ class Checkpointer:
 
         Steps must increase, and may skip numbers. `state` is by default the state of `restore`. The
         call takes a few microseconds if no save is due, else as long as `dc.AsyncSaver.save`.
-        Raises the errors of `dc.AsyncSaver.save` for an invalid state, and RankError if a rank is
-        lost or makes another call.
+        Raises the errors of `dc.AsyncSaver.save` for an invalid state, but only before the first
+        save of this incarnation: later it is a failed save. Raises RankError if a rank is lost or
+        makes another call.
         """
         self._count(step, state)
         if (run := self._open_run()) is not None:

@@ -36,7 +36,7 @@ from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.saving.save import SaveOptions, save_together
 from dist_ckpt.core.state.tree.containers import MutableState, State
 from dist_ckpt.core.storage import open_storage, real_path
-from dist_ckpt.errors import CheckpointError, ConflictError, RankError
+from dist_ckpt.errors import CheckpointError, ConflictError, RankError, UnequalReplicasError
 from dist_ckpt.runs.listing import list_run
 from dist_ckpt.runs.selectors import select
 from dist_ckpt.tools.rewrite.copying import plan_backup_at
@@ -72,6 +72,8 @@ class RunSaves:
     _has_failed: bool = False
     # The error of this rank's last failed save.
     failure: Exception | None = None
+    # A save of this incarnation has begun without an error: its state can be saved.
+    _has_saved: bool = False
     _num_failures: int = 0
     _begun: set[int] = field(default_factory=set)
 
@@ -88,30 +90,39 @@ class RunSaves:
 
         If `is_urgent` is or becomes true, this save supersedes a save that no writer has begun, and
         does not wait for it. A failed save is tried again at once, and a second failure is reported
-        by `on_failure`. Raises errors that another try cannot fix: an invalid state, a lost rank, a
-        newer incarnation.
+        by `on_failure`. Raises at once for a lost rank, a newer incarnation, and, before the first
+        save of this incarnation, for an invalid state.
         """
         self.last = step
         self.num_begun += 1
-        for is_retry in (False, True):
+        for can_retry in (True, False):
             try:
                 self._start(step, state, boundary, is_urgent)
-                self._num_failures = 0
+                self._num_failures, self._has_saved = 0, True
                 return
             except (RankError, ConflictError):
                 raise
-            except CheckpointError as error:
+            except (CheckpointError, ValueError, TypeError) as error:
                 self.failure = error
-                if is_retry:
-                    self._num_failures += 1
-                    if self.maintenance is not None:
-                        self.maintenance.report_failure(step, error)
-                    options = self.options
-                    if options.on_failure == "raise" or self._num_failures > options.max_failures:
-                        raise
                 # It may be the error of an earlier background save, which rank 0 reports too.
-                elif self.session.channel.rank == COORDINATOR:
+                is_unequal = isinstance(error, UnequalReplicasError)
+                is_transient = isinstance(error, CheckpointError) or (is_unequal and self.saver)
+                if not (self._has_saved or is_unequal or isinstance(error, CheckpointError)):
+                    raise
+                if not (can_retry and is_transient):
+                    self._count_failure(step, error)
+                    return
+                if self.session.channel.rank == COORDINATOR:
                     _log.warning("step %d: %s. It is saved again", step, error)
+
+    def _count_failure(self, step: int, error: Exception) -> None:
+        """Report a failed save. Raise its error if there are too many, or `on_failure` says so."""
+        self._num_failures += 1
+        if self.maintenance is not None:
+            self.maintenance.report_failure(step, error)
+        options = self.options
+        if options.on_failure == "raise" or self._num_failures > options.max_failures:
+            raise error
 
     def _start(self, step: int, state: State, boundary: int, is_urgent: Callable[[], bool]) -> None:
         run = self.options

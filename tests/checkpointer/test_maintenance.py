@@ -20,7 +20,13 @@ from dist_ckpt.checkpointer.checkpointer_options import RunOptions
 from dist_ckpt.core.commit.records.incarnations import Incarnation, begin_incarnation
 from dist_ckpt.core.saving.save import save_together
 from dist_ckpt.core.storage import Storage, open_storage
-from dist_ckpt.errors import CheckpointError, ConflictError, ExistsError, StorageError
+from dist_ckpt.errors import (
+    CheckpointError,
+    ConflictError,
+    ExistsError,
+    StorageError,
+    UnequalReplicasError,
+)
 from dist_ckpt.runs.prune import prune as prune_run
 from run_training import damage, fresh, keeper_of, steps_at, steps_in, train
 
@@ -51,8 +57,9 @@ def wait_for(is_so: Callable[[], object]) -> None:
 class Refusing:
     """A storage that refuses some saves, by their numbers from 1; it stands before `dc.save`."""
 
-    def __init__(self, *numbers: int) -> None:
+    def __init__(self, *numbers: int, kind: type[Exception] = StorageError) -> None:
         self.numbers = numbers
+        self.kind = kind
         self.num_calls = 0
         self.tried: list[int | None] = []
 
@@ -60,14 +67,14 @@ class Refusing:
         self.num_calls += 1
         self.tried.append(options.step)
         if self.num_calls in self.numbers:
-            raise StorageError(f"call {self.num_calls} is refused: free space")
+            raise self.kind(f"call {self.num_calls} is refused: free space")
         return save_together(ranks, state, path, options)
 
 
 @pytest.fixture
 def refuse(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Refusing]:
-    def plant(*numbers: int) -> Refusing:
-        refusing = Refusing(*numbers)
+    def plant(*numbers: int, **options: Any) -> Refusing:
+        refusing = Refusing(*numbers, **options)
         monkeypatch.setattr(run_session, "save_together", refusing)
         return refusing
 
@@ -120,6 +127,40 @@ def test_too_many_failures_in_a_row_stop_the_run(
         run(tmp_path, 9, max_failures=max_failures)
     assert refusing.tried[-1] == 2 + max_failures
     assert steps_at(tmp_path) == [1]
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError, UnequalReplicasError])
+def test_a_state_that_cannot_be_saved_any_more_is_a_failed_save(
+    kind: type[Exception],
+    tmp_path: Path,
+    refuse: Callable[..., Refusing],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    refusing = refuse(2, 3, 5, 6, 7, kind=kind)
+    with pytest.raises(kind, match="call 7 is refused"):
+        run(tmp_path, 9, max_failures=2)
+    assert refusing.tried == [1, 2, 3, 4, 5, 6, 7]
+    assert steps_at(tmp_path) == [1, 4]
+    newest = f"Newest durable save: step 1, at {tmp_path}/step-00000001"
+    assert f"step 3 is not saved: call 3 is refused: free space. {newest}" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [ValueError, TypeError])
+def test_a_state_that_the_first_save_refuses_ends_the_run(
+    kind: type[Exception], tmp_path: Path, refuse: Callable[..., Refusing]
+) -> None:
+    refusing = refuse(1, kind=kind)
+    with pytest.raises(kind, match="call 1 is refused"):
+        run(tmp_path, 9)
+    assert refusing.tried == [1]
+
+
+def test_replicas_that_differ_in_the_first_save_are_a_failed_save(
+    tmp_path: Path, refuse: Callable[..., Refusing]
+) -> None:
+    refuse(1, kind=UnequalReplicasError)
+    run(tmp_path, 2)
+    assert steps_at(tmp_path) == [2]
 
 
 def test_a_save_that_succeeds_ends_the_row(tmp_path: Path, refuse: Callable[..., Refusing]) -> None:

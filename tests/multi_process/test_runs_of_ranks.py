@@ -696,6 +696,28 @@ def test_a_last_save_that_fails_is_an_error_on_all_ranks(root: Path) -> None:
     assert all("the last save, of step 2, has failed twice" in text for _, text in found), found
 
 
+def differ_at_step_2(rank: int, root: str, background: bool) -> list[str]:
+    state: dict[str, Any] = {**state_of_rank(), "scale": torch.zeros(3)}
+    failures: list[Exception] = []
+    options = {"background": background, "on_failure": failures.append}
+    with checkpointer(root, save=dc.at(1, 2, 3), **options) as ck:
+        for step in ck.steps(state, until=3):
+            train(state, step)
+            state["scale"].fill_(rank if step == 2 else step)
+    return [f"{type(error).__name__}: {error}" for error in failures]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_replicas_that_differ_are_a_failed_save_and_do_not_end_the_run(
+    background: bool, root: Path
+) -> None:
+    failures = run_ranks(differ_at_step_2, str(root), background, world_size=2, environ=CALM)
+    assert [len(texts) for texts in failures] == [1, 0], failures
+    assert "UnequalReplicasError" in failures[0][0]
+    assert "scale" in failures[0][0]
+    assert steps_at(root) == [1, 3]
+
+
 def fail_in_between(rank: int, root: str) -> list[str]:
     """Have a save fail after the next one was staged, and end the run."""
     told, state = Told(), state_of_rank()

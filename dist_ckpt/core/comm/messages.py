@@ -63,6 +63,7 @@ _KINDS: Mapping[str, type[Exception]] = {
         errors.IncompatibleError,
         errors.StorageError,
         RankError,
+        errors.UnequalReplicasError,
         ValueError,
         TypeError,
     )

@@ -37,7 +37,14 @@ from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.planning.plan import FileReceipt, Receipt, ReplicaDigests
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.errors import CheckpointError, StorageError, listed, ranks_text, remedy_of_parts
+from dist_ckpt.errors import (
+    CheckpointError,
+    StorageError,
+    UnequalReplicasError,
+    listed,
+    ranks_text,
+    remedy_of_parts,
+)
 from dist_ckpt.reports import IoCount, Phases, SaveReport, find_slowest
 
 _log = logging.getLogger("dist_ckpt")
@@ -230,7 +237,7 @@ class Transaction:
             digests = {name: groups[name] for name in answer.differing if name in groups}
             gathered = comparing.gather(digests)
             if gathered is not None:
-                raise ValueError(_unequal_replicas_text(gathered))
+                raise UnequalReplicasError(_unequal_replicas_text(gathered))
         raise AssertionError("the exchange raises the replicas that differ")
 
     def _decide(
