@@ -109,7 +109,9 @@ def _ours(world_size: int, count: int, rounds: int) -> Row:
 
 def _dcp(name: str, world_size: int, count: int) -> Row:
     def coordinate(world_size: int) -> dict[str, float]:
-        inventory = typed_msgpack.decode(simulated.fsdp(world_size, count).bodies[0][0], Inventory)
+        inventory = typed_msgpack.decode(
+            simulated.fsdp(world_size, count).inventories[0][0], Inventory
+        )
         return planning_dcp.coordinate(inventory, world_size)
 
     coordinate(2)
@@ -158,7 +160,7 @@ def _coordinator(name: str, kind: str, world_size: int, count: int, rounds: int)
     measured = seconds[1:]
     rank = world_size // 2
     inventory = next(
-        typed_msgpack.decode(body, Inventory) for body, who in job.bodies if rank in who
+        typed_msgpack.decode(body, Inventory) for body, who in job.inventories if rank in who
     )
     data = save.index()
     facts = {
@@ -245,7 +247,7 @@ def _plan_load(name: str, kind: str, sizes: tuple[int, int, int], rounds: int) -
     data = save.index()
     index = index_json.decode(data)
     assert isinstance(index, Index)
-    inventory = typed_msgpack.decode(simulated.fsdp(wanting, count).bodies[0][0], Inventory)
+    inventory = typed_msgpack.decode(simulated.fsdp(wanting, count).inventories[0][0], Inventory)
     rank = wanting // 2
     seconds = []
     for _ in range(rounds):

@@ -36,6 +36,7 @@ from dist_ckpt.core.format.index.index import (
 )
 from dist_ckpt.core.planning.load.load_planner import plan_load
 from dist_ckpt.core.planning.plan import (
+    FileReceipt,
     Inventory,
     NameList,
     Parts,
@@ -85,27 +86,29 @@ def _seconds(work: Work) -> float:
 
 
 def _plan(job: simulated.Job) -> Work:
-    bodies = [(typed_msgpack.decode(body, Inventory), ranks) for body, ranks in job.bodies]
-    return lambda: plan_save(bodies, job.world_size)
+    inventories = [
+        (typed_msgpack.decode(data, Inventory), ranks) for data, ranks in job.inventories
+    ]
+    return lambda: plan_save(inventories, job.world_size)
 
 
 def _items(job: simulated.Job) -> Work:
     plan = plan_save(
-        [(typed_msgpack.decode(b, Inventory), who) for b, who in job.bodies], job.world_size
+        [(typed_msgpack.decode(b, Inventory), who) for b, who in job.inventories], job.world_size
     )
     return lambda: plan_rank_files(plan, job.world_size // 2)
 
 
 def _all_items(job: simulated.Job) -> Work:
     plan = plan_save(
-        [(typed_msgpack.decode(b, Inventory), who) for b, who in job.bodies], job.world_size
+        [(typed_msgpack.decode(b, Inventory), who) for b, who in job.inventories], job.world_size
     )
     return lambda: sum(1 for _ in plan_all_files(plan.catalog))
 
 
 def _groups(job: simulated.Job) -> Work:
     plan = plan_save(
-        [(typed_msgpack.decode(b, Inventory), who) for b, who in job.bodies], job.world_size
+        [(typed_msgpack.decode(b, Inventory), who) for b, who in job.inventories], job.world_size
     )
     return lambda: find_replica_groups(plan, job.world_size // 2)
 
@@ -253,7 +256,9 @@ def _receipts(num_ranks: int, num_files: int, num_groups: int) -> Work:
     groups = tuple((f"{group:032x}", _DIGEST) for group in range(num_groups))
     receipts = [
         Receipt(
-            tuple((f"{rank}.{n}.msgpack", 10, 0, _DIGEST) for n in range(num_files)), groups, 1.0
+            tuple(FileReceipt(f"{rank}.{n}.msgpack", 10, 0, _DIGEST) for n in range(num_files)),
+            groups,
+            1.0,
         )
         for rank in range(num_ranks)
     ]
@@ -266,7 +271,7 @@ def _receipts(num_ranks: int, num_files: int, num_groups: int) -> Work:
 
 # What grows, from which n.
 AXES: Mapping[str, tuple[Callable[[int], Work], int]] = {
-    "tell bodies apart: ranks": (lambda n: lambda: ranks_by_value([b"x" * 24] * n), 8192),
+    "tell payloads apart: ranks": (lambda n: lambda: ranks_by_value([b"x" * 24] * n), 8192),
     "plan FSDP2: ranks": (lambda n: _plan(simulated.fsdp(n, 300)), 2048),
     "plan FSDP2: tensors": (lambda n: _plan(simulated.fsdp(256, n)), 500),
     "plan HSDP: ranks": (lambda n: _plan(simulated.hsdp(n, 300)), 4096),

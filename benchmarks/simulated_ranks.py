@@ -13,9 +13,9 @@ from functools import cache
 from math import prod
 
 from dist_ckpt.core.comm.collectives.collective import (
-    Bodies,
+    DistinctPayloads,
     SingleProcessCollective,
-    body_name,
+    payload_name,
     ranks_by_value,
 )
 from dist_ckpt.core.comm.exchange.channel import (
@@ -34,6 +34,7 @@ from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.format.index.index import Node
 from dist_ckpt.core.planning.mesh import compute_layout
 from dist_ckpt.core.planning.plan import (
+    FileReceipt,
     Flattened,
     Inventory,
     Mesh,
@@ -137,7 +138,7 @@ class Job:
     """The inventories of all ranks, packed, each with the ranks that send it."""
 
     world_size: int
-    bodies: Bodies
+    inventories: DistinctPayloads
 
 
 def alike(world_size: int, inventory: Inventory) -> Job:
@@ -147,9 +148,9 @@ def alike(world_size: int, inventory: Inventory) -> Job:
 
 def each(world_size: int, inventory_of: Callable[[int], Inventory]) -> Job:
     """Return the job of which each rank says something else, as far as it is something else."""
-    bodies = [typed_msgpack.encode(inventory_of(rank)) for rank in range(world_size)]
-    ranks = ranks_by_value([body_name(body) for body in bodies])
-    return Job(world_size, tuple((bodies[who[0]], who) for who in ranks.values()))
+    inventories = [typed_msgpack.encode(inventory_of(rank)) for rank in range(world_size)]
+    ranks = ranks_by_value([payload_name(data) for data in inventories])
+    return Job(world_size, tuple((inventories[who[0]], who) for who in ranks.values()))
 
 
 def on_mesh(names: str, shape: Shape, first: int = 0) -> Mesh:
@@ -195,12 +196,12 @@ def pipeline(world_size: int, count: int, stages: int = 16) -> Job:
     """FSDP2 over tensor and pipeline parallelism: each stage has its own layers."""
     size = world_size // stages
     shapes = list(parameters(count).items())
-    bodies = []
+    inventories = []
     for stage in range(stages):
         mesh = on_mesh("dp tp", (size // 8, 8), stage * size)
         inventory = training_state(dict(shapes[stage::stages]), _over_tp(mesh))
-        bodies.append((typed_msgpack.encode(inventory), mesh.ranks))
-    return Job(world_size, tuple(bodies))
+        inventories.append((typed_msgpack.encode(inventory), mesh.ranks))
+    return Job(world_size, tuple(inventories))
 
 
 def replicated(world_size: int, count: int) -> Job:
@@ -298,16 +299,16 @@ class SimulatedCollective(SingleProcessCollective):
         self.world_size = job.world_size
         self._job = job
 
-    def all_gather_distinct(self, body: bytes) -> Bodies:
+    def all_gather_distinct(self, body: bytes) -> DistinctPayloads:
         """See `Collective.all_gather_distinct`; tells the ranks apart as the real ones do."""
         self.calls = self.calls.plus(len(body))
         names = [b""] * self.world_size
-        for sent, ranks in self._job.bodies:
-            name = body_name(sent)
+        for sent, ranks in self._job.inventories:
+            name = payload_name(sent)
             for rank in ranks:
                 names[rank] = name
-        bodies = {who[0]: sent for sent, who in self._job.bodies}
-        return tuple((bodies[who[0]], who) for who in ranks_by_value(names).values())
+        inventories = {who[0]: sent for sent, who in self._job.inventories}
+        return tuple((inventories[who[0]], who) for who in ranks_by_value(names).values())
 
 
 class ListedStorage(MemoryStorage):
@@ -346,7 +347,7 @@ class _Preparation:
     inventory: Inventory
     unmatched: tuple[str, ...] = ()
 
-    def use(self, plan: AgreedPlan) -> None:
+    def accept_plan(self, plan: AgreedPlan) -> None:
         """Do nothing: nothing is written."""
 
 
@@ -362,7 +363,7 @@ class SimulatedSave:
         self.storage = ListedStorage()
         self.channel = SimulatedChannel(job.world_size)
         self.session = Session(self.channel, SimulatedCollective(job))
-        self._own = typed_msgpack.decode(job.bodies[0][0], Inventory)
+        self._own = typed_msgpack.decode(job.inventories[0][0], Inventory)
 
     def run(self) -> SavePlan:
         """Save once, over what was there, and return the plan."""
@@ -376,7 +377,7 @@ class SimulatedSave:
                 lambda _: transaction.claim(self.storage, self.path, overwrite=True),
                 SaveAgreement[Attempt],
             )
-            transaction.join(self.storage, self.path, attempt)
+            transaction.join_attempt(self.storage, self.path, attempt)
             parts = parts_of(agreed.save_plan)
             own, *others = [one.receipt for one in parts]
             self.storage.listed = file_sizes([own, *others])
@@ -396,12 +397,12 @@ def parts_of(plan: SavePlan) -> list[RankWriteResult]:
     """Return what all ranks would have written, with two replica groups and headers of one size."""
     catalog = plan.catalog
     digest, header_nbytes = "0123456789abcdef" * 2, 1 << 17
-    files: list[list[tuple[str, int, int, str]]] = [[] for _ in range(catalog.world_size)]
+    files: list[list[FileReceipt]] = [[] for _ in range(catalog.world_size)]
     for (component, rank), nbytes in sorted(stored_nbytes(catalog).items()):
         name = filenames.shard_file(catalog.components[component].stem, rank)
-        files[rank].append((name, header_nbytes + nbytes, header_nbytes, digest))
-    files[0].append((filenames.OBJECTS, 100_000, 0, digest))
+        files[rank].append(FileReceipt(name, header_nbytes + nbytes, header_nbytes, digest))
+    files[0].append(FileReceipt(filenames.OBJECTS, 100_000, 0, digest))
     for rank in sorted({rank for keys in catalog.per_rank.values() for _, rank in keys}):
-        files[rank].append((filenames.objects_file(rank), 6000, 0, digest))
+        files[rank].append(FileReceipt(filenames.objects_file(rank), 6000, 0, digest))
     groups = tuple((f"{n:032x}", (("w", digest),)) for n in range(2))
     return [RankWriteResult(tuple(written), groups, 1.0) for written in files]

@@ -110,7 +110,7 @@ _NEW_NAMES = {
     "html_report": "tools.report",
 }
 
-# Functions of the core that open a user's path. They get `openers.OPENER` as their `opener`.
+# Functions of the core that open a user's path. They get `default_opener.OPENER` as their `opener`.
 _WITH_OPENER = frozenset({"open", "verify", "load", "build"})
 
 # Public modules, also imported at their first use.
@@ -185,7 +185,7 @@ __all__ = [
 @functools.cache
 def _with_opener(name: str) -> object:
     function = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    bound = importlib.import_module(f"{__name__}.openers").with_opener(function)
+    bound = importlib.import_module(f"{__name__}.default_opener").with_opener(function)
     bound.__module__ = __name__  # pickle finds it here
     return bound
 

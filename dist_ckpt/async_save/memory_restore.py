@@ -349,7 +349,7 @@ def rebuild_index(save: RecoveredSave, attempt: str) -> bytes:
         receipts.append(result.receipt)
     if find_unequal_groups(receipts):
         raise errors.StorageError("its ranks hold different values under the same name")
-    catalog = build_plan(first.bodies, save.identity.world_size).catalog
+    catalog = build_plan(first.inventories, save.identity.world_size).catalog
     files, objects = build_file_tables(catalog, receipts)
     return index_json.encode(
         Index(

@@ -30,7 +30,7 @@ from dist_ckpt.runs.run import is_complete
 _log = logging.getLogger("dist_ckpt")
 
 # The interval at which a running save is polled.
-SAVE_CHECK_INTERVAL_S = 0.5
+RUNNING_SAVE_CHECK_INTERVAL_S = 0.5
 
 # The number of steps whose metrics wait for a save.
 MAX_UNSAVED = 10_000
@@ -138,7 +138,7 @@ class MaintenanceThread:
                 if not (self._is_closed or is_due or self._handles or has_late_metrics):
                     self._changed.wait()
                 elif self._handles and not is_due and was_closed == self._is_closed:
-                    self._changed.wait(SAVE_CHECK_INTERVAL_S)
+                    self._changed.wait(RUNNING_SAVE_CHECK_INTERVAL_S)
                 was_closed = self._is_closed
             try:
                 self._do_open_work()

@@ -180,7 +180,7 @@ class RankRequests:
 REQUEST_CHECK_INTERVAL_S = 2.0
 
 # The interval at which a requested save is polled, without a call of the storage.
-SAVE_CHECK_INTERVAL_S = 0.1
+REQUESTED_SAVE_CHECK_INTERVAL_S = 0.1
 
 # The time after which this job removes answers, and requests that cannot be read.
 ANSWER_TTL_S = 3600.0
@@ -268,7 +268,7 @@ class ExternalRequests:
             with self._changed:
                 if self._end_reason is None:
                     self._changed.wait(
-                        SAVE_CHECK_INTERVAL_S
+                        REQUESTED_SAVE_CHECK_INTERVAL_S
                         if self._saving and is_fine
                         else REQUEST_CHECK_INTERVAL_S
                     )

@@ -42,8 +42,8 @@ from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.local.direct_io import drop_cached
+from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError, listed
-from dist_ckpt.openers import OPENER
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 from dist_ckpt.runs.selectors import select
 

@@ -14,8 +14,8 @@ from click.shell_completion import CompletionItem
 
 from dist_ckpt.core.checkpoint import checkpoint
 from dist_ckpt.core.storage import open_storage
+from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import CheckpointError
-from dist_ckpt.openers import OPENER
 from dist_ckpt.runs.listing import Listing, list_run
 
 _Command = Callable[..., Any]

@@ -24,9 +24,9 @@ from dist_ckpt.checkpointer.checkpointer import Checkpointer
 from dist_ckpt.checkpointer.run_session import TrainingStopped
 from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
 from dist_ckpt.core.state.wrappers import RNG
+from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.integrations.adapter_state import broadcast_module_buffers, check_extra_state
-from dist_ckpt.openers import OPENER
 
 _log = logging.getLogger("dist_ckpt")
 

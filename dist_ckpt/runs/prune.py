@@ -19,8 +19,8 @@ from dist_ckpt.core.commit import attempts, removal
 from dist_ckpt.core.commit.records.incarnations import Incarnation, newest_incarnation
 from dist_ckpt.core.commit.records.protection_protocol import (
     CheckpointRef,
-    forget,
     protections_at,
+    remove_annotations,
     remove_if_unprotected,
 )
 from dist_ckpt.core.commit.records.protections import (
@@ -157,7 +157,7 @@ def _forget(
     storage, (_, attempt) = subject.storage, subject.key
     if not any(attempt in attempts.list_attempts(storage, path) for path in paths):
         waits = removal.awaits_readers(storage, subject.path)
-        forget(storage, subject.root, subject.key, annotations, keep_intents=waits)
+        remove_annotations(storage, subject.root, subject.key, annotations, keep_intents=waits)
         return
     name = subject.path.rpartition("/")[2]
     for annotation in subject.annotations():
@@ -210,12 +210,12 @@ def finish(storage: Storage, root: str, annotations: Sequence[StoredAnnotation])
         }
         paths = [f"{root}/{name}" for name in intended.intersection(folders)]
         for path in paths:
-            removal.collect(storage, path, grace_s=inf)
+            removal.remove_garbage(storage, path, grace_s=inf)
             _remove_folder(storage, root, path)
         if any(removal.awaits_readers(storage, path) for path in paths):
             continue
         if intended or now - max(annotation.modified_at for annotation in stored) > GONE_S:
-            forget(storage, root, where, annotations)
+            remove_annotations(storage, root, where, annotations)
 
 
 _log = logging.getLogger("dist_ckpt")
@@ -361,7 +361,7 @@ def _remove(
                 f"during the prune, so other checkpoints may be orphaned now: prune it again"
             )
 
-    removal.collect(storage, path, grace_s=inf)  # the attempts that it has superseded
+    removal.remove_garbage(storage, path, grace_s=inf)  # the attempts that it has superseded
     existing = attempts.list_attempts(storage, path)
     if attempt in existing and existing != [attempt]:
         return (_IN_PROGRESS,)

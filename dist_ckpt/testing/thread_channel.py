@@ -11,9 +11,9 @@ from typing import Generic, TypeVar
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.collectives.collective import (
     NAME_NBYTES,
-    Bodies,
+    DistinctPayloads,
     Transfer,
-    body_name,
+    payload_name,
     ranks_by_value,
 )
 from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
@@ -112,23 +112,23 @@ class Meeting:
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._barriers: dict[int, threading.Barrier] = {}
-        self._bodies: dict[int, bytes] = {}
+        self._payloads: dict[int, bytes] = {}
         self._changed = threading.Condition()
         self._sent: dict[_Route, bytes] = {}
         self._broken: set[int] = set()
 
-    def gather(self, epoch: int, rank: int, body: bytes) -> list[bytes]:
-        """Return the bodies of all ranks. SecondaryError if a rank does not arrive in time."""
+    def gather(self, epoch: int, rank: int, payload: bytes) -> list[bytes]:
+        """Return the payloads of all ranks. SecondaryError if a rank does not arrive in time."""
         with self._lock:
             barrier = self._barriers.setdefault(epoch, threading.Barrier(self.world_size))
-            self._bodies[rank] = body
+            self._payloads[rank] = payload
         try:
             barrier.wait(self._timeout_s)
-            bodies = [self._bodies[rank] for rank in range(self.world_size)]
+            payloads = [self._payloads[rank] for rank in range(self.world_size)]
             barrier.wait(self._timeout_s)
         except threading.BrokenBarrierError:
             raise SecondaryError("the thread ranks did not all meet: one has failed") from None
-        return bodies
+        return payloads
 
     def give(self, route: _Route, data: bytes) -> None:
         """Send bytes on a route."""
@@ -185,13 +185,13 @@ class ThreadCollective:
     def close(self) -> None:
         """See `Collective.close`."""
 
-    def all_gather_distinct(self, body: bytes) -> Bodies:
+    def all_gather_distinct(self, payload: bytes) -> DistinctPayloads:
         """See `Collective.all_gather_distinct`."""
-        bodies = self._gather(body)
-        ranks = ranks_by_value([body_name(body) for body in bodies])
-        is_sender = ranks[body_name(body)][0] == self.rank
-        self.calls = self.calls.plus(NAME_NBYTES + (len(body) if is_sender else 0))
-        return tuple((bodies[senders[0]], senders) for senders in ranks.values())
+        payloads = self._gather(payload)
+        ranks = ranks_by_value([payload_name(payload) for payload in payloads])
+        is_sender = ranks[payload_name(payload)][0] == self.rank
+        self.calls = self.calls.plus(NAME_NBYTES + (len(payload) if is_sender else 0))
+        return tuple((payloads[senders[0]], senders) for senders in ranks.values())
 
     def broadcast(self, data: bytes | None) -> bytes:
         """See `Collective.broadcast`."""
@@ -219,9 +219,9 @@ class ThreadCollective:
         self._meeting.break_off(self.epoch)
         self.epoch += 1
 
-    def _gather(self, body: bytes) -> list[bytes]:
+    def _gather(self, payload: bytes) -> list[bytes]:
         try:
-            return self._meeting.gather(self.epoch, self.rank, body)
+            return self._meeting.gather(self.epoch, self.rank, payload)
         except RankError:
             self.epoch += 1
             raise

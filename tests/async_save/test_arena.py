@@ -18,6 +18,7 @@ from dist_ckpt.async_save.snapshots.arena import Arena, ArenaPool, ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import Image, Seal, Snapshot, arena_nbytes
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSnapshot, open_recovered
+from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.errors import ConflictError, CorruptError, IncompatibleError
 from long_mode import examples
@@ -25,7 +26,9 @@ from recovered_arenas import kept_in
 
 FILES = (Image("model-00000.safetensors", 10_000), Image("objects.msgpack", 0), Image("b", 4096))
 SNAPSHOT = Snapshot("0" * 31 + "1", "/run/step-7", 7, 1, 4, FILES, b"details")
-SEAL = Seal("a1-7f3c2a9e0b1d4c55", tuple((one.name, one.nbytes, 0, "f" * 32) for one in FILES))
+SEAL = Seal(
+    "a1-7f3c2a9e0b1d4c55", tuple(FileReceipt(one.name, one.nbytes, 0, "f" * 32) for one in FILES)
+)
 
 
 def snapshot(number: int, *sizes: int) -> Snapshot:
@@ -125,7 +128,7 @@ def test_a_seal_of_as_many_files_as_there_may_be_fits(arenas):
     arena = arena_for(arenas, many)
     stage(arena, many)
     writer = ArenaReader(arena.path, "job")
-    big = tuple((one.name, 2**63, 2**40, "f" * 32) for one in files)
+    big = tuple(FileReceipt(one.name, 2**63, 2**40, "f" * 32) for one in files)
     writer.follow(many.id).seal(Seal("a999999999-7f3c2a9e0b1d4c55", big))
     writer.close()
 

@@ -29,6 +29,7 @@ from dist_ckpt.async_save.trainer.writer_handle import SaveHandle
 from dist_ckpt.async_save.writer.messages import Close, Hello
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.messages import Failure
+from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.errors import ConflictError, StorageError
 from fake_writers import SOON_S, FakeWriter, order
@@ -86,7 +87,9 @@ def leave(
     if is_sealed:
         follower = ArenaReader(memory.path, folder.job)
         followed = follower.follow(what.id)
-        followed.seal(Seal("a1-0123456789abcdef", (("model.safetensors", 100, 50, "f" * 32),)))
+        followed.seal(
+            Seal("a1-0123456789abcdef", (FileReceipt("model.safetensors", 100, 50, "f" * 32),))
+        )
         if is_committed:
             followed.mark_committed()
         follower.close()

@@ -21,7 +21,7 @@ from dist_ckpt.async_save.snapshots.job_folder import (
 )
 from dist_ckpt.core.commit.attempts import has_folder
 from dist_ckpt.core.commit.commit_protocol import claim
-from dist_ckpt.core.commit.removal import collect
+from dist_ckpt.core.commit.removal import remove_garbage
 from dist_ckpt.core.format.filenames import ROOT_ID
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import CorruptError, ExistsError, StorageError
@@ -128,8 +128,8 @@ def test_what_a_maker_that_dies_leaves_is_collected() -> None:
     (left,) = disk.list("/runs")
     assert left.name.startswith(f"{ROOT_ID}.")
     first = make_root_id(disk, "/runs")
-    assert collect(disk, "/runs", grace_s=3600) == ()
-    assert collect(disk, "/runs", grace_s=-1) == (left.name,)
+    assert remove_garbage(disk, "/runs", grace_s=3600) == ()
+    assert remove_garbage(disk, "/runs", grace_s=-1) == (left.name,)
     assert [entry.name for entry in disk.list("/runs")] == [ROOT_ID]
     assert find_root_id(disk, "/runs") == first
 

@@ -19,6 +19,7 @@ from dist_ckpt.async_save.snapshots.arena_layout import (
 )
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSave, open_saves
+from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.runtime import typed_msgpack
 
 DETAILS = SnapshotMetadata(False, {}, {"dist_ckpt": "1"}, 5.0, (), ())
@@ -54,7 +55,9 @@ def keep(
     if is_complete:
         memory.complete()
         if is_sealed:
-            files = tuple((image.name, image.nbytes, 100, "f" * 32) for image in what.images)
+            files = tuple(
+                FileReceipt(image.name, image.nbytes, 100, "f" * 32) for image in what.images
+            )
             follower = ArenaReader(memory.path, folder.job)
             follower.follow(what.id).seal(seal or Seal(ATTEMPT, files))
             follower.close()
@@ -100,7 +103,7 @@ def test_a_snapshot_that_is_of_another_save_on_another_rank_is_left_out(folder):
 def test_a_snapshot_that_was_sealed_as_another_attempt_is_left_out(folder):
     keep(folder, snapshot(0))
     one = snapshot(1)
-    files = ((one.images[0].name, 5000, 100, "f" * 32),)
+    files = (FileReceipt(one.images[0].name, 5000, 100, "f" * 32),)
     keep(folder, one, seal=Seal("a2-0123456789abcdef", files))
     saves, problems = look(folder)
     (save,) = saves.values()
@@ -112,7 +115,7 @@ def test_a_writer_that_knew_of_no_attempt_has_sealed_the_one_of_the_others(folde
     for world in range(2):  # whoever is looked at first
         for rank in range(2):
             one = snapshot(rank, world + 1)
-            files = ((one.images[0].name, 5000, 100, "f" * 32),)
+            files = (FileReceipt(one.images[0].name, 5000, 100, "f" * 32),)
             attempt = UNCLAIMED if rank == world else ATTEMPT
             keep(folder, one, arena=world, seal=Seal(attempt, files))
     saves, problems = look(folder)
@@ -121,9 +124,9 @@ def test_a_writer_that_knew_of_no_attempt_has_sealed_the_one_of_the_others(folde
         assert (sorted(save.sealed), save.attempt) == ([0, 1], ATTEMPT)
 
 
-@pytest.mark.parametrize("file", [("other", 5000), ("model-00000.safetensors", 4999)])
-def test_a_seal_of_other_files_is_none(folder, file):
-    keep(folder, snapshot(0), seal=Seal(ATTEMPT, ((*file, 100, "f" * 32),)))
+@pytest.mark.parametrize(("file", "nbytes"), [("other", 5000), ("model-00000.safetensors", 4999)])
+def test_a_seal_of_other_files_is_none(folder, file, nbytes):
+    keep(folder, snapshot(0), seal=Seal(ATTEMPT, (FileReceipt(file, nbytes, 100, "f" * 32),)))
     saves, problems = look(folder)
     assert saves == {}
     assert "sealed with other files" in problems[0]

@@ -12,6 +12,7 @@ from dist_ckpt.async_save.snapshots.arena import Arena, ArenaPool, ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import Image, Seal, Snapshot, arena_nbytes
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.snapshots.recovered_snapshots import MemoryFile, RecoveredSnapshot
+from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.storage import ReadableFile, Storage
 from dist_ckpt.core.storage.virtual_files import BytesFile, OverlayStorage
 from dist_ckpt.errors import CorruptError, StorageError
@@ -53,7 +54,9 @@ def arena(tmp_path: Path) -> Iterator[Arena]:
     made.begin(what)[0][:] = DATA
     made.complete()
     follower = ArenaReader(made.path, "job")
-    follower.follow(what.id).seal(Seal("a1-0123456789abcdef", (("one", len(DATA), 0, "f" * 32),)))
+    follower.follow(what.id).seal(
+        Seal("a1-0123456789abcdef", (FileReceipt("one", len(DATA), 0, "f" * 32),))
+    )
     follower.close()
     yield made
     arenas.close()

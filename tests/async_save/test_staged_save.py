@@ -15,7 +15,7 @@ from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.planning.save.save_planner import plan_rank_files
 from dist_ckpt.core.runtime.buffers import address_of
 from dist_ckpt.core.shard_io.write.shard_writer import NullStorage, WritableStorage, write_all
-from dist_ckpt.core.storage.protocol import WritableFile
+from dist_ckpt.core.storage.interface import WritableFile
 from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from staged_saves import Staged, State, new_id

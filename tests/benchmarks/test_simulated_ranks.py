@@ -114,7 +114,7 @@ def test_the_inventory_and_the_index_of_regular_layouts_name_no_chunks() -> None
     def nbytes(world_size: int, count: int) -> tuple[int, int]:
         save = SimulatedSave(simulated.fsdp(world_size, count))
         save.run()
-        return len(simulated.fsdp(world_size, count).bodies[0][0]), len(save.index())
+        return len(simulated.fsdp(world_size, count).inventories[0][0]), len(save.index())
 
     few, ranks, tensors, both = (nbytes(*n) for n in ((16, 10), (256, 10), (16, 160), (256, 160)))
     for one, more, other, all_more in zip(few, ranks, tensors, both, strict=True):
@@ -144,8 +144,8 @@ def test_ranks_that_hold_the_same_get_the_same_groups() -> None:
 
 def test_a_job_of_ranks_that_differ_names_each_body_once() -> None:
     job = simulated.parts(8, 10, flat=False)
-    assert sorted(rank for _, ranks in job.bodies for rank in ranks) == list(range(8))
-    assert len({body for body, _ in job.bodies}) == len(job.bodies) == 8
+    assert sorted(rank for _, ranks in job.inventories for rank in ranks) == list(range(8))
+    assert len({body for body, _ in job.inventories}) == len(job.inventories) == 8
     assert all(
-        isinstance(typed_msgpack.decode(body, Inventory), Inventory) for body, _ in job.bodies
+        isinstance(typed_msgpack.decode(body, Inventory), Inventory) for body, _ in job.inventories
     )

@@ -100,7 +100,7 @@ class FlakyStorage(MemoryStorage):
 def job(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[Job]:
     caplog.set_level(logging.INFO, logger="dist_ckpt")
     monkeypatch.setattr(rank_requests, "REQUEST_CHECK_INTERVAL_S", 0.01)
-    monkeypatch.setattr(rank_requests, "SAVE_CHECK_INTERVAL_S", 0.005)
+    monkeypatch.setattr(rank_requests, "REQUESTED_SAVE_CHECK_INTERVAL_S", 0.005)
     job = make_job(FlakyStorage({ROOT: None}))
     yield job
     job.requests.close(END, 5.0)

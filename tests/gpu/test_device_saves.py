@@ -249,7 +249,7 @@ def test_save_returns_before_the_copy_is_done_and_training_does_not_wait_for_it(
     handle.result(60)
 
     torch.cuda.synchronize()
-    saver._job.fence.join()  # type: ignore[union-attr]
+    saver._job.fence.wait_until_staged()  # type: ignore[union-attr]
     handle = saver.save(state, tmp_path / "fourth")
     model.seen += 1  # as a forward would
     trained = torch.cuda.Event()

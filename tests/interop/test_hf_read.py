@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 import dist_ckpt as dc
+from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -20,7 +21,6 @@ from dist_ckpt.errors import (
     NotFoundError,
     StorageError,
 )
-from dist_ckpt.openers import OPENER
 
 INDEX = "model.safetensors.index.json"
 

@@ -76,8 +76,8 @@ def exchange_and_gather(rank: int) -> Any:
     with session.operation("load"):
         exchange(session.channel, "open", int, len)
         bulk = session.collective
-        bodies = bulk.all_gather_distinct(bytes([rank % 2]) * 100_000)
-        assert [(body[:1], len(body), who) for body, who in bodies] == [
+        payloads = bulk.all_gather_distinct(bytes([rank % 2]) * 100_000)
+        assert [(payload[:1], len(payload), who) for payload, who in payloads] == [
             (b"\0", 100_000, (0, 2)),
             (b"\1", 100_000, (1, 3)),
         ]

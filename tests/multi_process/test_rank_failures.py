@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dist_ckpt as dc
-from dist_ckpt import openers
+from dist_ckpt import default_opener
 from dist_ckpt.core.commit import attempts, commit_protocol, removal
 from dist_ckpt.core.saving import save as saver
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
@@ -743,7 +743,7 @@ def fail_to_load(rank: int, name: str, path: str) -> Any:
     template = {**parts(rank, -1), "object": taker}
     mine = LOADS[name].template(template) if rank == 1 else template
     elsewhere = rank == 1 and name == "a storage of its own"
-    with own_storage(openers, path) if elsewhere else contextlib.nullcontext():
+    with own_storage(default_opener, path) if elsewhere else contextlib.nullcontext():
         error = tuple(told(lambda: dc.load(mine, path)))
     now = {"part": template["part"].tensor, "replica": template["replica"]}
     before = {"part": parts(rank, -1)["part"].tensor, "replica": parts(rank, -1)["replica"]}
@@ -908,6 +908,6 @@ def test_whatever_moment_all_ranks_are_killed_at_what_was_reported_saved_loads(t
         assert_loads(path, value)
         states |= {status.state for status in attempts.list_statuses(LocalStorage(), path)}
         if number % 2:
-            removal.collect(LocalStorage(), path, grace_s=0)
+            removal.remove_garbage(LocalStorage(), path, grace_s=0)
             assert_stands(path, value)
     assert {"committed", "open"} <= states

@@ -24,7 +24,7 @@ ORDER = (
     "checkpointer",
     "interop",
     "tools",
-    "openers",
+    "default_opener",
     "interop.registry",
     "async_save",
     "runs",
@@ -46,7 +46,7 @@ ORDER = (
 # Modules that are rooms of their own: what opens a user's path knows runs, other systems and
 # snapshots; of other systems it knows the table of their readers, which are imported by name.
 # Binding checks a position in the data.
-ROOMS_OF_ONE_MODULE = ("openers", "interop.registry", "data")
+ROOMS_OF_ONE_MODULE = ("default_opener", "interop.registry", "data")
 
 # Imports that point up; none is added.
 KNOWN_ARROWS: set[tuple[str, str]] = set()

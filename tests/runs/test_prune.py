@@ -22,9 +22,9 @@ from dist_ckpt.core.commit.records.protections import (
 )
 from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.commit.removal import (
-    collect,
-    collect_all,
-    list_all_collectable,
+    list_all_garbage,
+    remove_all_garbage,
+    remove_garbage,
     remove_superseded,
 )
 from dist_ckpt.core.format.filenames import Attempt
@@ -278,7 +278,7 @@ def test_a_folder_that_waits_for_readers_on_nfs_is_removed_later(
     assert "not dist_ckpt's" not in caplog.text
     nfs.end_reads()
     if how == "delete and gc":
-        assert len(collect_all(nfs, ROOT, grace_s=0)) == 1
+        assert len(remove_all_garbage(nfs, ROOT, grace_s=0)) == 1
         assert steps(nfs) == [2]
     pruned(nfs)
     assert steps(nfs) == [2]
@@ -300,9 +300,9 @@ def test_temporary_records_of_killed_commands_are_removed_by_age(storage, clock,
         if collector == "prune":
             pruned(storage)
             return tuple(before.keys() - storage.tree().keys())
-        shown = list_all_collectable(storage, ROOT, grace_s=3600, now=clock.now)
+        shown = list_all_garbage(storage, ROOT, grace_s=3600, now=clock.now)
         assert storage.tree() == before
-        assert collect_all(storage, ROOT, grace_s=3600) == shown
+        assert remove_all_garbage(storage, ROOT, grace_s=3600) == shown
         return shown
 
     assert lost in collected()
@@ -324,7 +324,7 @@ def test_an_annotation_whose_temporary_file_was_collected_is_written_again(stora
         def rename(self, old: str, new: str) -> None:
             if clock.now == 1e9:
                 clock.now += 3601
-                assert collect_all(storage, ROOT, grace_s=3600) == (old,)
+                assert remove_all_garbage(storage, ROOT, grace_s=3600) == (old,)
             super().rename(old, new)
 
     put(Slow(storage), where, "metrics", {"loss": 1})
@@ -390,10 +390,10 @@ def test_what_a_start_replaces_stays_while_it_is_held(storage, clock) -> None:
     claim(storage, f"{ROOT}/step-1", overwrite=False, by="a save", incarnation=Incarnation(ROOT, 2))
     new = committed(storage, 1, start=2)
     remove_superseded(storage, f"{ROOT}/step-1", new[1])
-    collect(storage, f"{ROOT}/step-1", grace_s=60)
+    remove_garbage(storage, f"{ROOT}/step-1", grace_s=60)
     assert {old[1], new[1]} <= set(list_attempts(storage, f"{ROOT}/step-1"))
     clock.now += 61
-    collect(storage, f"{ROOT}/step-1", grace_s=60)
+    remove_garbage(storage, f"{ROOT}/step-1", grace_s=60)
     assert list_attempts(storage, f"{ROOT}/step-1") == [new[1]]
 
 

@@ -20,7 +20,7 @@ from dist_ckpt.core.commit.records.record_store import (
     put_annotation,
     read_annotations,
 )
-from dist_ckpt.core.commit.removal import collect_all
+from dist_ckpt.core.commit.removal import remove_all_garbage
 from dist_ckpt.core.format.filenames import OLD_ANNOTATIONS, OLD_INCARNATIONS, Attempt
 from dist_ckpt.core.format.run_records import IncarnationRecord, decode_record, encode_record
 from dist_ckpt.core.format.strict_json import Scalar
@@ -236,8 +236,8 @@ CALLS: dict[str, Callable[[Storage], object]] = {
     ),
     "claim with force": lambda s: claim(s, f"{ROOT}/{STEP_3}", overwrite=True, by="x", force=True),
     "begin": lambda s: begin_incarnation(s, ROOT, restored=None, why="", by="x"),
-    "gc": lambda s: collect_all(s, ROOT, grace_s=0.0),
-    "gc of one": lambda s: collect_all(s, f"{ROOT}/{STEP_3}", grace_s=0.0),
+    "gc": lambda s: remove_all_garbage(s, ROOT, grace_s=0.0),
+    "gc of one": lambda s: remove_all_garbage(s, f"{ROOT}/{STEP_3}", grace_s=0.0),
     "delete": lambda s: delete_at(s, f"{ROOT}/{STEP_3}", force=True),
     "request": lambda s: request_save(s, ROOT, stops=False),
     "backup": lambda s: plan_backup_at(s, f"{ROOT}/{STEP_3}", overwrite=False).run(),

@@ -7,7 +7,7 @@ from math import nan
 import pytest
 
 from dist_ckpt.core.commit import removal
-from dist_ckpt.core.commit.attempts import abandon
+from dist_ckpt.core.commit.attempts import try_abandon
 from dist_ckpt.core.commit.commit_protocol import claim
 from dist_ckpt.core.commit.records.incarnations import LivenessFile, begin_incarnation
 from dist_ckpt.core.commit.records.protections import CheckpointKey
@@ -75,7 +75,7 @@ def test_what_is_being_written_is_told_and_what_becomes_of_it() -> None:
     assert [*changes(None, observe_run(run.storage, ROOT))][1:] == ["step-8 is being written"]
     look = observe_run(run.storage, ROOT)
     assert look.writing[f"{ROOT}/step-8"].attempt == claimed.attempt
-    abandon(run.storage, f"{ROOT}/step-8", claimed.attempt, by="job 7", reason="no space")
+    try_abandon(run.storage, f"{ROOT}/step-8", claimed.attempt, by="job 7", reason="no space")
     (told,) = run.told()
     assert told.startswith("step-8 is abandoned: ")
     committed(run.storage, 8)
@@ -137,10 +137,10 @@ def test_what_was_left_behind_or_of_a_dead_save_is_gone_for_that() -> None:
     run.start(where)
     claimed = claim(run.storage, f"{ROOT}/step-9", overwrite=False, by="job 7")
     run.told()
-    abandon(run.storage, f"{ROOT}/step-9", claimed.attempt, by="job 7", reason="dead")
+    try_abandon(run.storage, f"{ROOT}/step-9", claimed.attempt, by="job 7", reason="dead")
     run.told()
     run.remove(6)
-    removal.collect(run.storage, f"{ROOT}/step-9", grace_s=0)
+    removal.remove_garbage(run.storage, f"{ROOT}/step-9", grace_s=0)
     run.storage.remove(f"{ROOT}/step-9")
     assert run.told() == [
         "step-9 is gone: what was left of a save was removed",

@@ -12,7 +12,7 @@ import pytest
 import dist_ckpt as dc
 from dist_ckpt.core.commit.attempts import find_checkpoint
 from dist_ckpt.core.commit.records.record_store import read_annotations
-from dist_ckpt.core.commit.removal import collect, collect_all
+from dist_ckpt.core.commit.removal import remove_all_garbage, remove_garbage
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.forwarding import T
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
@@ -103,7 +103,7 @@ def test_no_collector_and_no_prune_of_the_run_touches_it(root: Path) -> None:
     dc.backup(f"{root}/s1")
     before = sorted(root.joinpath("backup").rglob("*"))
     dc.Run(root).prune(dc.keep.last(1))
-    collect_all(LocalStorage(), str(root), grace_s=-1)
+    remove_all_garbage(LocalStorage(), str(root), grace_s=-1)
     assert sorted(root.joinpath("backup").rglob("*")) == before
 
 
@@ -247,7 +247,7 @@ def test_after_any_crash_a_collector_and_another_backup_find_their_way() -> None
     disk = CrashStorage()
     backed_up(disk, disk)
     for point, storage in states(disk.log, since="saved", limit=3):
-        collect(storage, BACKUP, grace_s=-1)
+        remove_garbage(storage, BACKUP, grace_s=-1)
         kept(storage)
         assert number_at(storage, BACKUP) == 1, point
         assert len(storage.list(BACKUP)) == 1, point

@@ -14,7 +14,7 @@ from dist_ckpt.core.commit.attempts import find_checkpoint, list_attempts
 from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef, tag
 from dist_ckpt.core.commit.records.protections import LEASE, PIN, protections_of
 from dist_ckpt.core.commit.records.record_store import read_annotations
-from dist_ckpt.core.commit.removal import collect
+from dist_ckpt.core.commit.removal import remove_garbage
 from dist_ckpt.core.commit.transaction import Transaction
 from dist_ckpt.core.format.objects.objects_file import decode
 from dist_ckpt.core.storage import Storage
@@ -196,7 +196,7 @@ def test_what_is_kept_is_not_stripped_unless_it_is_forced(root: Path, guard: str
             # Whoever holds it goes on reading it; the checkpoint is the new one.
             assert len(list_attempts(LocalStorage(), f"{root}/s1")) == 2
             assert left_at(LocalStorage(), f"{root}/s1") == "without"
-        collect(LocalStorage(), f"{root}/s1", grace_s=3600)
+        remove_garbage(LocalStorage(), f"{root}/s1", grace_s=3600)
     else:
         (run.pin if guard == "pin" else run.tag)(1, "why")
         with pytest.raises(ConflictError, match=r"why.*--force"):
@@ -280,7 +280,7 @@ def test_neither_a_prune_nor_a_collector_nor_a_delete_takes_the_source_meanwhile
 
     def others() -> None:
         prune(storage, ROOT, last(1), is_whole=lambda _: True)
-        collect(storage, PATH, grace_s=3600)
+        remove_garbage(storage, PATH, grace_s=3600)
         assert left_at(storage) == "all"
 
     strip_at(Meeting(storage, others), PATH, OPTIM)
@@ -342,7 +342,7 @@ def test_after_any_crash_it_is_what_it_was_or_stripped_and_can_be_stripped(wrap)
         assert there in (("without",) if "stripped" in point.marks else ("all", "without")), point
         (one,) = list_run(storage, ROOT, now=0.0).checkpoints
         assert one.metrics == {"loss": 0.5}, point
-        collect(storage, PATH, grace_s=-1)
+        remove_garbage(storage, PATH, grace_s=-1)
         assert left_at(storage) == there
         with suppress(ValueError):
             strip_at(storage, PATH, OPTIM, force=True)  # who died may hold it still

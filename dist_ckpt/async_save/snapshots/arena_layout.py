@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
-from dist_ckpt.core.comm.collectives.collective import Bodies
+from dist_ckpt.core.comm.collectives.collective import DistinctPayloads
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.format.checksums import Buffer, block_digest, document_digest
 from dist_ckpt.core.format.geometry import ByteRange
 from dist_ckpt.core.format.strict_json import Scalar
-from dist_ckpt.core.planning.plan import ReplicaDigests
+from dist_ckpt.core.planning.plan import FileReceipt, ReplicaDigests
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.errors import CorruptError, IncompatibleError
@@ -101,8 +101,8 @@ class SnapshotMetadata(Message, frozen=True):
     """The metadata of a save. All but `replicas` is equal on all ranks.
 
     `mirrored` and `saved_by` are for the index. `began_at` is the coordinator's wall clock, but
-    later than the save before: it orders the snapshots of a job. `bodies` are the packed
-    inventories of all ranks, from which the plan is computed. `incarnation` is that of the run, if
+    later than the save before: it orders the snapshots of a job. `inventories` are the
+    encoded ones of all ranks, from which the plan is computed. `incarnation` is that of the run, if
     any: the number of an attempt has it too, but a snapshot may have no attempt yet.
     """
 
@@ -110,19 +110,19 @@ class SnapshotMetadata(Message, frozen=True):
     mirrored: Mapping[str, Scalar]
     saved_by: Mapping[str, str]
     began_at: float
-    bodies: Bodies
+    inventories: DistinctPayloads
     replicas: ReplicaDigests
     incarnation: Incarnation | None = None
 
 
 class Seal(Message, frozen=True):
-    """The result of the writer: the attempt, and the files as in `plan.Receipt.files`.
+    """The result of the writer: the attempt, and its files.
 
     The attempt is `UNCLAIMED` if none was claimed, or the writer did not receive it.
     """
 
     attempt: str
-    files: tuple[tuple[str, int, int, str], ...]
+    files: tuple[FileReceipt, ...]
 
 
 class Record(NamedTuple):

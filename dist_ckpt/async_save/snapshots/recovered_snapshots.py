@@ -261,7 +261,7 @@ def _add_snapshot(saves: dict[str, RecoveredSave], recovered: RecoveredSnapshot,
         saves[snapshot.id] = save
         return
     sizes = {image.name: image.nbytes for image in snapshot.images}
-    if {name: nbytes for name, nbytes, _, _ in seal.files} != sizes:
+    if {file.name: file.nbytes for file in seal.files} != sizes:
         raise ValueError(f"snapshot {snapshot.id} is sealed with other files than it has")
     if save.attempt and seal.attempt and save.attempt != seal.attempt:
         raise ValueError(f"snapshot {snapshot.id} is sealed as {seal.attempt}, and as another")
@@ -364,7 +364,7 @@ def find_checkpoint_files(save: RecoveredSave, path: str, index: Index) -> dict[
 def _sealed_files(save: RecoveredSave) -> Iterator[tuple[str, MemoryFile, FileReceipt]]:
     for _, recovered in sorted(save.sealed.items()):
         assert recovered.seal is not None, "it is sealed"
-        receipts = {receipt[0]: receipt for receipt in recovered.seal.files}
+        receipts = {receipt.name: receipt for receipt in recovered.seal.files}
         for number, image in enumerate(recovered.snapshot.images):
             yield image.name, MemoryFile(recovered, number), receipts[image.name]
 
@@ -372,11 +372,11 @@ def _sealed_files(save: RecoveredSave) -> Iterator[tuple[str, MemoryFile, FileRe
 def file_receipts(index: Index) -> Iterator[FileReceipt]:
     """Yield the record of each file in an index, in the form of a receipt."""
     for file in index.files:
-        yield index.file_name(file), file.nbytes, file.header_nbytes, file.digest
+        yield FileReceipt(index.file_name(file), file.nbytes, file.header_nbytes, file.digest)
     for objects in index.objects:
-        yield objects.name, objects.nbytes, 0, objects.digest
+        yield FileReceipt(objects.name, objects.nbytes, 0, objects.digest)
     for attached in index.attached:
-        yield attached.file_name, attached.nbytes, 0, attached.digest
+        yield FileReceipt(attached.file_name, attached.nbytes, 0, attached.digest)
 
 
 def _check_header(file: MemoryFile, receipt: FileReceipt) -> str | None:

@@ -38,7 +38,7 @@ from dist_ckpt.core.saving.attachments import read_attached
 from dist_ckpt.core.saving.local_save_state import LocalSaveState
 from dist_ckpt.core.saving.save import SaveOptions
 from dist_ckpt.core.shard_io.memory.cuda import SideStreamCopies, check_no_capture
-from dist_ckpt.core.shard_io.memory.protocol import CellSource
+from dist_ckpt.core.shard_io.memory.interface import CellSource
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, SourceOf
 from dist_ckpt.core.state.tree.containers import State
 from dist_ckpt.core.storage import open_storage
@@ -238,7 +238,7 @@ def save_in_background(
 
     def begin() -> WriterHandle:
         job = get_job()
-        job.fence.join()
+        job.fence.wait_until_staged()
         return job.writer
 
     with phases.phase("ready"):
@@ -251,7 +251,7 @@ def save_in_background(
             job.remove_stale_folders(has_all_ranks=True)
             prepared, save_id, _ = agree(
                 session,
-                partial(_read_state, session, job, start, options, state, path),
+                partial(_prepare_save, session, job, start, options, state, path),
                 lambda _: secrets.token_hex(16),
                 SaveAgreement[str],
             )
@@ -270,8 +270,8 @@ def save_in_background(
 class _BackgroundPreparation:
     """A rank's part of a save before the ranks agree on it.
 
-    `use` sets the fields after `attached`: the files to stage, their snapshot, which has no id yet,
-    and an arena for it.
+    `accept_plan` sets the fields after `attached`: the files to stage, their snapshot, which has no
+    id yet, and an arena for it.
     """
 
     session: Session
@@ -296,7 +296,7 @@ class _BackgroundPreparation:
         """See `Preparation.unmatched`."""
         return self.local_state.unmatched
 
-    def use(self, plan: AgreedPlan) -> None:
+    def accept_plan(self, plan: AgreedPlan) -> None:
         """Wait for an arena that is not busy, and make it large enough for the files of a plan."""
         job, options, local_state = self.job, self.options, self.local_state
         metadata = options.all_metadata()
@@ -307,7 +307,7 @@ class _BackgroundPreparation:
             mirrored=fields.metadata,
             saved_by=fields.saved_by,
             began_at=self.start.began_at,
-            bodies=plan.bodies,
+            inventories=plan.inventories,
             replicas=local_state.replica_digests(plan.save_plan),
             incarnation=options.incarnation,
         )
@@ -333,7 +333,7 @@ class _BackgroundPreparation:
         return {save.arena for save in unsettled if save.snapshot != self.start.queued}
 
 
-def _read_state(
+def _prepare_save(
     session: Session,
     job: Job,
     start: StartDecision,

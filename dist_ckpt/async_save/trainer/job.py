@@ -153,7 +153,7 @@ class _Resources(NamedTuple):
     def detach(self) -> None:
         """Let the writer finish staged saves; release the lock. Does not wait for storage."""
         try:
-            self.fence.join()
+            self.fence.wait_until_staged()
             self.pinned.close()
         finally:
             self.arenas.close()

@@ -14,7 +14,7 @@ from functools import partial
 
 from dist_ckpt.async_save.snapshots.arena import FollowedArena
 from dist_ckpt.async_save.snapshots.arena_layout import Seal, SnapshotMetadata
-from dist_ckpt.core.comm.collectives.collective import Bodies
+from dist_ckpt.core.comm.collectives.collective import DistinctPayloads
 from dist_ckpt.core.commit.transaction import IndexFields
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
@@ -188,7 +188,7 @@ class StagedSave:
         self,
         followed: FollowedArena,
         check: Callable[[], None],
-        plan: Callable[[Bodies], tuple[SavePlan, EncodedCatalog]],
+        plan: Callable[[DistinctPayloads], tuple[SavePlan, EncodedCatalog]],
     ) -> None:
         """Read its metadata from the arena. `plan` returns the plan of all ranks' inventories.
 
@@ -199,7 +199,7 @@ class StagedSave:
             self.details = typed_msgpack.decode(snapshot.details, SnapshotMetadata)
         except ValueError as error:
             raise CorruptError(f"snapshot {snapshot.id} of {snapshot.path}: {error}") from error
-        self.plan, self.encoded_catalog = plan(self.details.bodies)
+        self.plan, self.encoded_catalog = plan(self.details.inventories)
         self.staging = Staging(followed, check)
         plans = plan_rank_files(self.plan, snapshot.rank)
         self.files = open_staged_files(followed, self.staging, plans)

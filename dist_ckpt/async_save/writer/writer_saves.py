@@ -23,7 +23,7 @@ from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS, RankFolder
 from dist_ckpt.async_save.writer.messages import Done, Hello, ProtocolError, StoreAddress, Write
 from dist_ckpt.async_save.writer.staged_save import StagedSave
 from dist_ckpt.config import Config
-from dist_ckpt.core.comm.collectives.collective import Bodies
+from dist_ckpt.core.comm.collectives.collective import DistinctPayloads
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Channel, SingleProcessChannel
 from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
 from dist_ckpt.core.comm.key_value.client_thread import StoreErrorTexts
@@ -149,14 +149,14 @@ class WriterContext:
     buffers: BufferPool = field(default_factory=BufferPool)  # reused scratch memory
     earlier: LinkableSaves = field(default_factory=LinkableSaves)
     # One attribute, because one thread may read it while another thread sets it.
-    _cached_plan: tuple[Bodies, tuple[SavePlan, EncodedCatalog]] | None = None
+    _cached_plan: tuple[DistinctPayloads, tuple[SavePlan, EncodedCatalog]] | None = None
 
-    def plan(self, bodies: Bodies) -> tuple[SavePlan, EncodedCatalog]:
+    def plan(self, inventories: DistinctPayloads) -> tuple[SavePlan, EncodedCatalog]:
         """Return the plan of a save. It is cached while the inventories are the same."""
         cached = self._cached_plan
-        if cached is None or cached[0] != bodies:
-            plan = build_plan(bodies, self.hello.world_size)
-            self._cached_plan = cached = bodies, (plan, EncodedCatalog(plan.catalog))
+        if cached is None or cached[0] != inventories:
+            plan = build_plan(inventories, self.hello.world_size)
+            self._cached_plan = cached = inventories, (plan, EncodedCatalog(plan.catalog))
         return cached[1]
 
 
@@ -253,7 +253,7 @@ class WriterSave:
                         storage, path, overwrite=details.overwrite, incarnation=details.incarnation
                     )
                 )
-        transaction.join(storage, path, claiming.result(Attempt))
+        transaction.join_attempt(storage, path, claiming.result(Attempt))
         self._attempt = transaction.attempt.name
         return storage, staged
 

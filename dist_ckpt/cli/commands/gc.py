@@ -46,10 +46,10 @@ def gc(path: str, *, grace_s: float, dry_run: bool, as_json: bool) -> None:
     storage, root = open_resolved(path)
     if dry_run:
         now = time.time()
-        removed = removal.list_all_collectable(storage, root, grace_s=grace_s, now=now)
+        removed = removal.list_all_garbage(storage, root, grace_s=grace_s, now=now)
     else:
         with exclusive_gc(root):
-            removed = removal.collect_all(storage, root, grace_s=grace_s)
+            removed = removal.remove_all_garbage(storage, root, grace_s=grace_s)
     if as_json:
         output.print_json(GcResult(path=root, dry_run=dry_run, removed=tuple(removed)))
         return

@@ -12,8 +12,8 @@ from dist_ckpt.cli import output, results, shared_options
 from dist_ckpt.core.checkpoint.verify import Level, VerifyReport
 from dist_ckpt.core.checkpoint.verify import verify as verify_checkpoint
 from dist_ckpt.core.storage import open_storage
+from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import CheckpointError, NotFoundError
-from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import format_count, format_size
 from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
 from dist_ckpt.runs.selectors import resolve

@@ -2,5 +2,5 @@
 
 - `dc.open`, and what users see of a checkpoint: `checkpoint.py`. `dc.verify`: `verify.py`.
 - Reads of tensors and objects for tools: `open_checkpoint.py`.
-- The meaning of a user's path: a protocol in `opener.py`, the implementation in `openers.py`.
+- The meaning of a user's path: `opener.py`, implemented in `default_opener.py`.
 """

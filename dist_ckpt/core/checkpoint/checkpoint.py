@@ -33,7 +33,7 @@ from dist_ckpt.core.format.objects.plain_types import ArrayValue, Placeholder
 from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.shard_io.memory.host_array import Array
-from dist_ckpt.core.state.tree.containers import RECORD, find_enclosing_subclass, join
+from dist_ckpt.core.state.tree.containers import RECORD, child_name, find_enclosing_subclass
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, listed
 
@@ -366,7 +366,7 @@ def count_parameters(
         if (whole := find_enclosing_subclass(fqn, catalog.values)) is None:
             wholes[fqn] = prod(record.shape), trainable
         elif whole not in wholes:
-            wholes[whole] = _numel_of(whole, value_of(join(whole, RECORD))), trainable
+            wholes[whole] = _numel_of(whole, value_of(child_name(whole, RECORD))), trainable
     if not wholes:
         return None
     num_trainable = sum(numel for numel, is_trainable in wholes.values() if is_trainable)

@@ -270,10 +270,12 @@ class _VerifyRun:
         self._count(record.header_nbytes)
         if wrong_size is not None:
             self._add_lost(record, wrong_size, _find_cut_off(header, end))
-        self._compare(record, expected, header)
+        self._compare_shards(record, expected, header)
         return OpenFile(self._storage, path, record, header), end
 
-    def _compare(self, record: ShardFileRecord, expected: _Shards, header: ShardFile) -> None:
+    def _compare_shards(
+        self, record: ShardFileRecord, expected: _Shards, header: ShardFile
+    ) -> None:
         actual = {(shard.fqn, shard.cell): (shard.dtype, shard.shape) for shard in header.shards}
         name = self._index.file_name(record)
         for fqn, cell in sorted(expected.keys() | actual.keys(), key=str):

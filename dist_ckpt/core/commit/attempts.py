@@ -300,7 +300,7 @@ def _exists(storage: Storage, file: str) -> bool:
 # --- writing ---------------------------------------------------------------------------------
 
 
-def abandon(storage: Storage, path: str, attempt: Attempt, *, by: str, reason: str) -> bool:
+def try_abandon(storage: Storage, path: str, attempt: Attempt, *, by: str, reason: str) -> bool:
     """Abandon an attempt of this or another process. Return False if it is committed already.
 
     True: the attempt is abandoned or gone, and will never be committed. Both outcomes are durable.

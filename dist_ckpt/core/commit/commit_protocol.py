@@ -26,7 +26,6 @@ from typing import Literal
 
 from dist_ckpt.core.commit.attempts import (
     MAX_TRIES,
-    abandon,
     describe_claimant,
     encode_abandoned,
     is_decided,
@@ -39,11 +38,12 @@ from dist_ckpt.core.commit.attempts import (
     put_index,
     read_document,
     read_index,
+    try_abandon,
     was_provably_removed,
     write_small_file,
 )
 from dist_ckpt.core.commit.records.incarnations import Incarnation
-from dist_ckpt.core.commit.records.protection_protocol import check_unprotected
+from dist_ckpt.core.commit.records.protection_protocol import check_replaceable
 from dist_ckpt.core.commit.records.record_store import check_upgraded
 from dist_ckpt.core.commit.removal import read_storage_clock, remove
 from dist_ckpt.core.format.filenames import (
@@ -111,7 +111,7 @@ def attempts_to_replace(storage: Storage, path: str, *, overwrite: bool) -> tupl
         return ()
     attempts = tuple(parse_attempts(entries))
     # A claim uses the storage's clock, but that needs a write. Here this host's clock must do.
-    check_unprotected(storage, path, attempts, lambda *_: time.time())
+    check_replaceable(storage, path, attempts, lambda *_: time.time())
     return attempts
 
 
@@ -208,7 +208,7 @@ def claim(
             entries = _list_or_create(storage, path, new_folders, may_replace=may_replace)
             # A run does not check here: `remove_superseded` leaves protected attempts in place.
             if incarnation is None and not force:
-                check_unprotected(storage, path, list(parse_attempts(entries)), read_storage_clock)
+                check_replaceable(storage, path, list(parse_attempts(entries)), read_storage_clock)
             attempt = _next_attempt(entries, path, incarnation)
             try:
                 storage.make_folder(f"{path}/{attempt}")
@@ -284,7 +284,7 @@ def _abandon_lower_rivals(
             )
     reason = f"{attempt} was claimed by {by}"
     for other in rivals:
-        if not is_decided(storage, path, other) and abandon(
+        if not is_decided(storage, path, other) and try_abandon(
             storage, path, other, by=by, reason=reason
         ):
             # Do not wait until the commit: this save may need the space of the dead save.
@@ -297,7 +297,7 @@ def _abandon_lower_rivals(
 def _store_claim(storage: Storage, path: str, attempt: Attempt, by: str) -> None:
     """Write `claim.json`. Check that a rename does not replace it, as the commit relies on that.
 
-    The content is an index that says "abandoned". So on a full disk, `abandon` can rename it.
+    The content is an index that says "abandoned". So on a full disk, `try_abandon` can rename it.
     """
     folder = f"{path}/{attempt}"
     first, second = (f"{folder}/{temporary_name('claim', new_id())}" for _ in range(2))
@@ -368,7 +368,7 @@ def check_files(
     wrong files. Raises ConflictError if the folder is gone.
     """
     deadline = running_time() + timeout_s
-    while problems := _compare(storage, folder, expected):
+    while problems := _find_file_problems(storage, folder, expected):
         if running_time() >= deadline:
             more = f" and {len(problems) - 5} more" * (len(problems) > 5)
             raise StorageError(
@@ -379,7 +379,7 @@ def check_files(
         time.sleep(min(_POLL_S, timeout_s))
 
 
-def _compare(storage: Storage, folder: str, expected: Mapping[str, int]) -> list[str]:
+def _find_file_problems(storage: Storage, folder: str, expected: Mapping[str, int]) -> list[str]:
     try:
         entries = storage.list(folder)
     except FileNotFoundError:
@@ -472,10 +472,10 @@ def _conflict(
     )
 
 
-def discard_attempt(storage: Storage, claim: Claim) -> None:
+def remove_claimed(storage: Storage, claim: Claim) -> None:
     """Remove an attempt that will not be committed, and the folders created for it.
 
-    Coordinator only, after `abandon`, or if `commit` was not called.
+    Coordinator only, after `try_abandon`, or if `commit` was not called.
     """
     remove(storage, claim.path, claim.attempt)
     for folder in reversed(claim.new_folders):
@@ -495,7 +495,8 @@ def abandon_or_find_outcome(
     readable.
     """
     with suppress(CheckpointError, OSError):
-        return "abandoned" if abandon(storage, path, attempt, by=by, reason=reason) else "committed"
+        is_abandoned = try_abandon(storage, path, attempt, by=by, reason=reason)
+        return "abandoned" if is_abandoned else "committed"
     with suppress(CheckpointError, OSError):
         document = read_index(storage, path, attempt)
         if document is not None:  # without an index, a server may still execute a late rename

@@ -55,13 +55,15 @@ def build_file_tables(
 
 def build_attached_table(receipts: Sequence[Receipt]) -> tuple[AttachedFileRecord, ...]:
     """Return the index's table of attached files. Rank 0 writes them."""
-    parsed = ((filenames.parse_attached_file(file[0]), file) for file in receipts[0].files)
-    return tuple(AttachedFileRecord(name, file[1], file[3]) for name, file in parsed if name)
+    parsed = ((filenames.parse_attached_file(file.name), file) for file in receipts[0].files)
+    return tuple(
+        AttachedFileRecord(name, file.nbytes, file.digest) for name, file in parsed if name
+    )
 
 
 def file_sizes(receipts: Sequence[Receipt]) -> dict[str, int]:
     """Return the size in bytes of every written file, by name."""
-    return {name: nbytes for receipt in receipts for name, nbytes, _, _ in receipt.files}
+    return {file.name: file.nbytes for receipt in receipts for file in receipt.files}
 
 
 def find_unequal_groups(receipts: Sequence[Receipt]) -> list[str]:

@@ -15,7 +15,6 @@ from pathlib import PurePosixPath
 
 from dist_ckpt.core.commit.attempts import (
     Status,
-    abandon,
     is_decided,
     list_attempts,
     list_entries,
@@ -24,6 +23,7 @@ from dist_ckpt.core.commit.attempts import (
     new_id,
     no_folder_error,
     not_found_error,
+    try_abandon,
 )
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.commit.records.protection_protocol import protections_at
@@ -84,7 +84,7 @@ def remove_superseded(
             if incarnation is not None:
                 incarnation.check(storage)
             if not is_decided(storage, path, lower):
-                abandon(storage, path, lower, by=by, reason="a later attempt was committed")
+                try_abandon(storage, path, lower, by=by, reason="a later attempt was committed")
             remove(storage, path, lower)
         _empty_all_trash(storage, path)
     except (CheckpointError, OSError) as error:
@@ -99,13 +99,13 @@ def delete(storage: Storage, path: str) -> None:
     NotFoundError without a checkpoint. Raises StorageError after a partial delete; the message says
     if the checkpoint still exists.
     """
-    attempts = check_deletable(storage, path)
+    attempts, reason = check_deletable(storage, path), f"{path} was deleted"
     try:
         doomed = [
             status.attempt
             for status in attempts
             if status.state != "open"
-            or abandon(storage, path, status.attempt, by="a delete", reason=f"{path} was deleted")
+            or try_abandon(storage, path, status.attempt, by="a delete", reason=reason)
         ]
         # The lowest first, each durably. So a delete that is stopped leaves the newest attempts.
         for attempt in doomed:
@@ -154,7 +154,7 @@ def check_deletable(storage: Storage, path: str) -> tuple[Status, ...]:
     raise not_found_error(storage, path)
 
 
-def collect(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
+def remove_garbage(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
     """Remove the remains of dead and abandoned saves at `path`; return the removed names.
 
     These are trash, abandoned attempts, and attempts below a later committed one. Also, by the
@@ -179,15 +179,15 @@ def collect(storage: Storage, path: str, *, grace_s: float) -> tuple[str, ...]:
         if (
             status.state == "abandoned"
             or attempt in superseded
-            or (is_dead and abandon(storage, path, attempt, by="a collector", reason=reason))
+            or (is_dead and try_abandon(storage, path, attempt, by="a collector", reason=reason))
         ):
             remove(storage, path, attempt)
             names.append(attempt.name)
     return tuple(names)
 
 
-def list_collectable(storage: Storage, path: str, *, grace_s: float, now: float) -> tuple[str, ...]:
-    """Return the names that `collect` would remove at the storage's time `now`; change nothing."""
+def list_garbage(storage: Storage, path: str, *, grace_s: float, now: float) -> tuple[str, ...]:
+    """Return the names that `remove_garbage` would remove now, by the storage's clock `now`."""
     names = [entry.name for entry in list_trash(storage, path) if entry.kind == "folder"]
     ids = _temporary_ids(storage, path)
     names += [entry.name for entry in ids if now - entry.modified_at > grace_s]
@@ -208,14 +208,12 @@ def _temporary_ids(storage: Storage, path: str) -> list[Entry]:
     return [entry for entry in files if is_temporary_root_id(entry.name)]
 
 
-def list_all_collectable(
-    storage: Storage, root: str, *, grace_s: float, now: float
-) -> tuple[str, ...]:
-    """Return the paths that `collect_all` would remove at the storage's time `now`."""
+def list_all_garbage(storage: Storage, root: str, *, grace_s: float, now: float) -> tuple[str, ...]:
+    """Return the paths that `remove_all_garbage` would remove at the storage's time `now`."""
     return tuple(
         f"{path}/{name}"
         for path in _list_folders(storage, root)
-        for name in list_collectable(storage, path, grace_s=grace_s, now=now)
+        for name in list_garbage(storage, path, grace_s=grace_s, now=now)
     ) + tuple(
         file
         for file, modified_at in list_temporary_records(storage, root)
@@ -239,8 +237,8 @@ def _find_superseded(
     return [attempt for attempt in committed[:-1] if attempt not in protections]
 
 
-def collect_all(storage: Storage, root: str, *, grace_s: float) -> tuple[str, ...]:
-    """Call `collect` at `root` and at every folder in it; return the removed paths.
+def remove_all_garbage(storage: Storage, root: str, *, grace_s: float) -> tuple[str, ...]:
+    """Call `remove_garbage` at `root` and at every folder in it; return the removed paths.
 
     Raises NotFoundError if `root` does not exist. Raises IncompatibleError if `root` or its parent
     needs an upgrade. Removes also the folders in `root` that become empty, and old temporary
@@ -248,7 +246,7 @@ def collect_all(storage: Storage, root: str, *, grace_s: float) -> tuple[str, ..
     """
     removed = []
     for path in _list_folders(storage, root):
-        names = collect(storage, path, grace_s=grace_s)
+        names = remove_garbage(storage, path, grace_s=grace_s)
         removed += [f"{path}/{name}" for name in names]
         if names and path != root:
             with suppress(StorageError, FileNotFoundError, NotADirectoryError):
@@ -274,7 +272,7 @@ def collect_temporary_records(storage: Storage, root: str, *, grace_s: float) ->
 
 
 def _list_folders(storage: Storage, root: str) -> Sequence[str]:
-    """Return `root` and the folders in it. Raises the errors of `collect_all`."""
+    """Return `root` and the folders in it. Raises the errors of `remove_all_garbage`."""
     try:
         entries = storage.list(root)
     except (FileNotFoundError, NotADirectoryError) as error:

@@ -112,7 +112,7 @@ class Transaction:
                 claiming.gather(None)
                 if claiming.is_coordinator:
                     claiming.decide(transaction.claim(storage, path, overwrite=False))
-            transaction.join(storage, path, claiming.result(Attempt))
+            transaction.join_attempt(storage, path, claiming.result(Attempt))
             decision = transaction.commit(encoded_catalog, fields, write)
             transaction.remove_superseded()
 
@@ -120,7 +120,7 @@ class Transaction:
     is raised unchanged. `label` names the writer in the claim, such as a tool; by default the rank.
     """
 
-    # Set by `claim` or `join`.
+    # Set by `claim` or `join_attempt`.
     storage: Storage
     attempt: Attempt
 
@@ -143,7 +143,7 @@ class Transaction:
         if self._claim is None or self._has_ended:
             return
         try:
-            self._abandon(self._claim.attempt, error or RuntimeError("it was not committed"))
+            self._try_abandon(self._claim.attempt, error or RuntimeError("it was not committed"))
         except (CheckpointError, OSError) as failure:
             _log.warning("%s could not be cleaned up: %s", self._claim.folder, failure)
 
@@ -173,7 +173,7 @@ class Transaction:
         self.attempt = self._claim.attempt
         return self.attempt
 
-    def join(self, storage: Storage, path: str, attempt: Attempt) -> None:
+    def join_attempt(self, storage: Storage, path: str, attempt: Attempt) -> None:
         """Join the attempt that the coordinator has claimed. Every rank calls this."""
         self.storage, self._path, self.attempt = storage, path, attempt
 
@@ -322,7 +322,7 @@ class Transaction:
         """Abandon the attempt after a missing answer. Return the decision if it is committed."""
         self._has_ended = True
         try:
-            if self._abandon(self.attempt, error):
+            if self._try_abandon(self.attempt, error):
                 return None
             attempt, index = attempts.find_checkpoint(self.storage, self._path)
         except (CheckpointError, OSError) as failure:
@@ -330,16 +330,16 @@ class Transaction:
                 f"{self._path}: the outcome of this save is unknown. This rank got no answer "
                 f"({error}), and the storage could not be read ({failure}). Run `dist-ckpt ls`"
             ) from error
-        # The checkpoint is durable: `abandon` syncs a committed index before it returns False.
+        # The checkpoint is durable: `try_abandon` syncs a committed index before it returns False.
         return _build_decision(index, self._channel.rank, 0.0) if attempt == self.attempt else None
 
-    def _abandon(self, attempt: Attempt, error: BaseException) -> bool:
+    def _try_abandon(self, attempt: Attempt, error: BaseException) -> bool:
         """Abandon the attempt and remove its files. Return False if it is committed."""
         reason = f"{type(error).__name__}: {error}"[:500]
-        if not attempts.abandon(self.storage, self._path, attempt, by=self._by, reason=reason):
+        if not attempts.try_abandon(self.storage, self._path, attempt, by=self._by, reason=reason):
             return False
         if self._claim is not None:
-            commit_protocol.discard_attempt(self.storage, self._claim)
+            commit_protocol.remove_claimed(self.storage, self._claim)
         return True
 
     def remove_superseded(self) -> None:

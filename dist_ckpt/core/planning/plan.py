@@ -26,10 +26,6 @@ from dist_ckpt.core.runtime.typed_msgpack import Message
 # The id of a replica group, and the digest of each of its members, with the name.
 ReplicaDigests = tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
 
-# (name, nbytes, header_nbytes, digest). The digest is that of the header. An objects file has no
-# header: its header_nbytes is 0, and its digest is that of the file.
-FileReceipt = tuple[str, int, int, str]
-
 
 # --- inventories -----------------------------------------------------------------------------
 
@@ -185,6 +181,15 @@ class ReplicaGroup:
     ranks: tuple[int, ...]
     cells: tuple[tuple[str, Cell], ...]
     values: tuple[str, ...]
+
+
+class FileReceipt(NamedTuple):
+    """A file that a rank wrote, and the digest of its header, or of a file without a header."""
+
+    name: str
+    nbytes: int
+    header_nbytes: int  # 0 if the file has no header
+    digest: str
 
 
 class Receipt(Message, frozen=True):

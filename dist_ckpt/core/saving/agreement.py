@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
-from dist_ckpt.core.comm.collectives.collective import Bodies, ranks_by_value
+from dist_ckpt.core.comm.collectives.collective import DistinctPayloads, ranks_by_value
 from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.incarnations import Incarnation
@@ -23,14 +23,14 @@ from dist_ckpt.errors import listed, ranks_text
 
 @dataclass(frozen=True, slots=True)
 class AgreedPlan:
-    """A plan and its input: this rank's inventory, and `bodies`, the encoded ones of all ranks.
+    """A plan and its input: this rank's inventory, and the encoded `inventories` of all ranks.
 
     The plan is valid until the inventory of a rank changes. `encoded_catalog` is the catalog as in
     an index. `save_name` is the name of the first save with this plan, "" before that save.
     """
 
     inventory: Inventory
-    bodies: Bodies
+    inventories: DistinctPayloads
     save_plan: SavePlan
     encoded_catalog: EncodedCatalog
     save_name: str = ""
@@ -179,7 +179,7 @@ class Preparation(Protocol):
     def unmatched(self) -> tuple[str, ...]:
         """A text for each pattern that matches nothing on this rank."""
 
-    def use(self, plan: AgreedPlan) -> None:
+    def accept_plan(self, plan: AgreedPlan) -> None:
         """Check the plan, or prepare for it. All ranks raise the error of any rank."""
 
 
@@ -187,7 +187,7 @@ def agree(
     session: Session,
     prepare: Callable[[], PreparationT],
     claim: Callable[[PreparationT], NameT],
-    answer: type[SaveAgreement[NameT]],
+    agreement_type: type[SaveAgreement[NameT]],
 ) -> tuple[PreparationT, NameT, AgreedPlan]:
     """Agree on a save. Return this rank's preparation, the name and the plan. Collective.
 
@@ -199,7 +199,7 @@ def agree(
         prepared = prepare()
         cached = session.cache(SaveCache).plan
         if cached is not None and cached.inventory == prepared.inventory:
-            prepared.use(cached)
+            prepared.accept_plan(cached)
         else:
             cached = None
         cached_name, epoch = cached.save_name if cached else "", session.collective.epoch
@@ -208,17 +208,17 @@ def agree(
             save_name = claim(prepared) if check_proposals(proposals) else None
             epoch = max(proposal.connection_epoch for proposal in proposals)
             agreeing.decide(SaveAgreement(save_name, epoch))
-    agreement = agreeing.result(answer)
+    agreement = agreeing.result(agreement_type)
     if agreement.name is not None and cached is not None:
         return prepared, agreement.name, cached
     session.collective.renew(agreement.connection_epoch)
     with session.channel.exchange("plan") as planning:
         plan = plan_together(session, prepared.inventory)
-        prepared.use(plan)
+        prepared.accept_plan(plan)
         planning.gather(None)
         if planning.is_coordinator:
             planning.decide(SaveAgreement(claim(prepared), agreement.connection_epoch))
-    chosen = planning.result(answer).name
+    chosen = planning.result(agreement_type).name
     assert chosen is not None
     session.cache(SaveCache).plan = replace(plan, save_name=str(chosen))
     return prepared, chosen, plan
@@ -260,14 +260,14 @@ def _check_attached(arguments_by_rank: Sequence[SaveArguments]) -> None:
 
 def plan_together(session: Session, inventory: Inventory) -> AgreedPlan:
     """Gather the inventories, and make the same plan on every rank. Collective."""
-    bodies = session.collective.all_gather_distinct(typed_msgpack.encode(inventory))
-    plan = build_plan(bodies, session.channel.world_size)
-    return AgreedPlan(inventory, bodies, plan, EncodedCatalog(plan.catalog))
+    inventories = session.collective.all_gather_distinct(typed_msgpack.encode(inventory))
+    plan = build_plan(inventories, session.channel.world_size)
+    return AgreedPlan(inventory, inventories, plan, EncodedCatalog(plan.catalog))
 
 
-def build_plan(bodies: Bodies, world_size: int) -> SavePlan:
+def build_plan(encoded: DistinctPayloads, world_size: int) -> SavePlan:
     """Plan a save from the encoded inventories of all ranks."""
     # Without the pause, garbage collection of thousands of new objects takes a third of the time.
     with paused_collector():
-        inventories = [(typed_msgpack.decode(body, Inventory), ranks) for body, ranks in bodies]
+        inventories = [(typed_msgpack.decode(data, Inventory), ranks) for data, ranks in encoded]
         return save_planner.plan_save(inventories, world_size)

@@ -144,8 +144,8 @@ def open_source(
         index = index_json.decode(session.collective.broadcast(encoded or None))
         assert isinstance(index, Index)
         own = typed_msgpack.encode(RestoredNames((*loaded.restored, *loaded.dropped)))
-        bodies = session.collective.all_gather_distinct(own)
-        restored = [typed_msgpack.decode(body, RestoredNames).names for body, _ in bodies]
+        payloads = session.collective.all_gather_distinct(own)
+        restored = [typed_msgpack.decode(payload, RestoredNames).names for payload, _ in payloads]
         done = {*chain.from_iterable(restored)}
     remaining, names = find_not_loaded(index.catalog, done, excluded)
     return CarrySource(loaded.path, info.attempt, index, names, remaining, excluded, reads)
@@ -239,8 +239,9 @@ class CarryOver:
         if files:
             source = self.source.open_on(storage, threads=threads)
             linked = source.link_or_copy(folder, files, most_names=MAX_SHARED)
-        receipts: list[FileReceipt] = [
-            (name, file.nbytes, file.header_nbytes, file.digest) for name, file in files.items()
+        receipts = [
+            FileReceipt(name, file.nbytes, file.header_nbytes, file.digest)
+            for name, file in files.items()
         ]
         if self.plan.copied is not None:
             plans = plan_rank_files(self.plan.copied, rank)

@@ -24,7 +24,7 @@ from dist_ckpt.core.planning.plan import SavePlan
 from dist_ckpt.core.planning.selection import Selection, names_above
 from dist_ckpt.core.planning.sharding_config import ShardingConfig, plan_reshard
 from dist_ckpt.core.state.binding.sources.saved_tree import state_name
-from dist_ckpt.core.state.tree.containers import find_enclosing_subclass, is_mapping, join
+from dist_ckpt.core.state.tree.containers import child_name, find_enclosing_subclass, is_mapping
 from dist_ckpt.errors import listed
 
 _PARAMS = ".params"
@@ -164,7 +164,7 @@ def _name_lists(
             yield fqn, params
         elif isinstance(live_params := live.values.get(fqn), list) and group in live.values:
             stem = state_name(group)
-            more = (p for p in params if p not in live_params and join(stem, p) in carried)
+            more = (p for p in params if p not in live_params and child_name(stem, p) in carried)
             yield fqn, [*live_params, *more]
 
 
@@ -179,7 +179,7 @@ def _merge_trees(
     for node in source:
         # An empty container comes with its parent.
         kept_empty = empty if node.fqn not in in_state else ()
-        children = ((key, join(node.fqn, key)) for key in node.keys)
+        children = ((key, child_name(node.fqn, key)) for key in node.keys)
         keys = [key for key, fqn in children if fqn in on_path or fqn in kept_empty]
         if node.fqn in on_path and keys:
             carried[node.fqn] = Node(node.fqn, node.kind, tuple(keys))
@@ -204,7 +204,7 @@ def _merge_nodes(live: Node, carried: Node | None) -> Node:
     if carried is None:
         return live
     if is_mapping(live.kind) != is_mapping(carried.kind):
-        example = join(live.fqn, carried.keys[0])
+        example = child_name(live.fqn, carried.keys[0])
         raise ValueError(
             f"carry_over: {live.fqn} is a {live.kind} in the state, but was saved as a "
             f"{carried.kind}: exclude its remaining names (exclude={example!r})"

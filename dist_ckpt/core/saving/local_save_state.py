@@ -20,7 +20,7 @@ from dist_ckpt.core.planning.selection import SELECT_ALL, Selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.process import paused_collector
 from dist_ckpt.core.saving.agreement import LinkPatterns, RankPlan, SaveCache
-from dist_ckpt.core.shard_io.memory.protocol import CellSource
+from dist_ckpt.core.shard_io.memory.interface import CellSource
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles
 from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory
 from dist_ckpt.core.state.tree.containers import State

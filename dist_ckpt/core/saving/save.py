@@ -224,11 +224,11 @@ def save_together(
                 source = open_source(session, options.carry_over, options.exclude, storage)
             prepared, attempt, plan = agree(
                 session,
-                partial(_read_state, session, state, path, options, storage, source),
+                partial(_prepare_save, session, state, path, options, storage, source),
                 partial(_claim, transaction),
                 SaveAgreement[Attempt],
             )
-            transaction.join(prepared.storage, prepared.arguments.path, attempt)
+            transaction.join_attempt(prepared.storage, prepared.arguments.path, attempt)
             carried = None if source is None else source.plan_names(plan.save_plan)
         cache = session.cache(SaveCache)
         writer = _RankWriter(session, options, prepared, plan, carried, lease)
@@ -265,11 +265,11 @@ class _PreparedSave:
         """See `Preparation.inventory`."""
         return self.local_state.inventory
 
-    def use(self, plan: AgreedPlan) -> None:
+    def accept_plan(self, plan: AgreedPlan) -> None:
         """Do nothing: the rank uses the plan when it writes."""
 
 
-def _read_state(
+def _prepare_save(
     session: Session,
     state: State | StateReader,
     path: str | os.PathLike[str],

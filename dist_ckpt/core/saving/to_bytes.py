@@ -98,11 +98,13 @@ def _encode_header(
     headers: dict[str, bytes],
 ) -> bytes:
     """Return the bytes before the data. `headers` has the header of each shard file by name."""
-    receipts: list[FileReceipt] = [
-        (file.name, file.nbytes, file.header.nbytes, document_digest(headers[file.name]))
+    receipts = [
+        FileReceipt(file.name, file.nbytes, file.header.nbytes, document_digest(headers[file.name]))
         for file in files
     ]
-    receipts += [(name, len(data), 0, document_digest(data)) for name, data in objects.items()]
+    receipts += [
+        FileReceipt(name, len(data), 0, document_digest(data)) for name, data in objects.items()
+    ]
     shard_files, objects_records = build_file_tables(
         plan.catalog, [Receipt(tuple(receipts), (), 0.0)]
     )

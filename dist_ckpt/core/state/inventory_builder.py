@@ -29,7 +29,7 @@ from dist_ckpt.core.state.sharding_rules import ShardingRules, find_job_mesh
 from dist_ckpt.core.state.tensors.local_tensors import is_array, is_ordinary
 from dist_ckpt.core.state.tensors.plain_torch import without_tensors
 from dist_ckpt.core.state.tensors.read_tensor import LocalTensor, describe_source, tie_key
-from dist_ckpt.core.state.tree.containers import PathKey, State, join
+from dist_ckpt.core.state.tree.containers import PathKey, State, child_name
 from dist_ckpt.core.state.tree.state_tree import (
     Branch,
     ModuleLeaf,
@@ -79,13 +79,13 @@ class LocalState:
         stepped: set[int] = set()
         for fqn, leaf in self.owners:
             if isinstance(leaf, OptimizerLeaf):
-                state = join(fqn, "state.")
+                state = child_name(fqn, "state.")
                 names.update(name for name in self.parts if name.startswith(state))
                 stepped.update(id(p) for p in leaf.state.parameters() if p.requires_grad)
         for fqn, leaf in self.owners:
             if isinstance(leaf, ModuleLeaf):
                 named = leaf.state.names_of_parameters()
-                names.update(join(fqn, name) for key, name in named.items() if key in stepped)
+                names.update(child_name(fqn, name) for key, name in named.items() if key in stepped)
         return frozenset(names)
 
     def source(self, fqn: str, number: int) -> TensorSource:
@@ -226,7 +226,7 @@ class _InventoryBuilder:
             case ModuleLeaf():
                 self.owners.append((fqn, tree))
                 named = tree.state.parameters()
-                self.parameters.update((join(fqn, name), named[name]) for name in named)
+                self.parameters.update((child_name(fqn, name), named[name]) for name in named)
                 self._add_branch(fqn, "dict", tree.children)
             case OptimizerLeaf():
                 self.owners.append((fqn, tree))
@@ -248,13 +248,13 @@ class _InventoryBuilder:
     def _add_branch(self, fqn: str, kind: str, children: Mapping[PathKey, Tree]) -> None:
         self._add_container(fqn, kind, children)
         for key, child in children.items():
-            self._add(join(fqn, key), child)
+            self._add(child_name(fqn, key), child)
 
     def _add_subclass_tensor(self, fqn: str, leaf: SubclassLeaf) -> None:
         if self.rules is not None:
             self.rules.check_whole(fqn, leaf)
         if (trainable := self.parameters.get(fqn)) is not None:
-            self.parameters.update((join(fqn, name), trainable) for name in leaf.inner)
+            self.parameters.update((child_name(fqn, name), trainable) for name in leaf.inner)
         self._add_branch(fqn, "dict", children_of(leaf))
 
     def _add_value(self, fqn: str, value: object) -> None:
@@ -263,16 +263,16 @@ class _InventoryBuilder:
         self.values[fqn] = value
 
     def _add_optimizer(self, fqn: str, leaf: OptimizerLeaf) -> None:
-        optimizer, groups = leaf.state, join(fqn, GROUPS)
+        optimizer, groups = leaf.state, child_name(fqn, GROUPS)
         self._add_container(fqn, "dict", (STATE, GROUPS, *leaf.further))
         states: Tree = states_branch(optimizer, self.names[fqn], fqn)
         if not self.selection.is_everything:
-            chosen = select_leaves(states, join(fqn, STATE), self.selection, lambda *_: ())
+            chosen = select_leaves(states, child_name(fqn, STATE), self.selection, lambda *_: ())
             states = chosen or Branch("dict", None, {})
-        self._add(join(fqn, STATE), states)
+        self._add(child_name(fqn, STATE), states)
         self._add_container(groups, "list", range(len(optimizer.groups)))
         for number, group in enumerate(optimizer.groups):
-            full = join(groups, number)
+            full = child_name(groups, number)
             options = options_branch(group, full).children
             plain = {k: leaf.value for k, leaf in options.items() if isinstance(leaf, PlainLeaf)}
             self._add_value(full, plain)
@@ -282,9 +282,9 @@ class _InventoryBuilder:
             # The group was added as a value, not as a container. Its tensors are added below it.
             for key, child in options.items():
                 if key not in plain:
-                    self._add(join(full, key), child)
+                    self._add(child_name(full, key), child)
         for key, child in leaf.further.items():
-            self._add(join(fqn, key), child)
+            self._add(child_name(fqn, key), child)
 
     def _add_tensor(self, fqn: str, leaf: TensorLeaf) -> None:
         self._claim(fqn)

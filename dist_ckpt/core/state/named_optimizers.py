@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.state.optimizer_state import STATE, OptimizerState, check_reported
-from dist_ckpt.core.state.tree.containers import PathKey, join
+from dist_ckpt.core.state.tree.containers import PathKey, child_name
 from dist_ckpt.core.state.tree.state_tree import (
     Branch,
     ModuleLeaf,
@@ -54,7 +54,7 @@ def name_parameters(root: Branch) -> dict[str, dict[int, ParameterName]]:
                 optimizers[fqn] = leaf
             elif isinstance(leaf, ModuleLeaf):
                 for key, name in leaf.state.names_of_parameters().items():
-                    stored = join(fqn, name)
+                    stored = child_name(fqn, name)
                     rule_name = stored.removeprefix(f"{component}.")
                     in_modules.setdefault(key, []).append(ParameterName(stored, rule_name, name))
     in_state = {id(leaf.state.optimizer) for leaf in optimizers.values()}
@@ -108,15 +108,15 @@ def states_branch(
             f"{fqn}: the optimizer has state for {len(stray)} keys that are not parameters of its "
             "groups: remove it from `state`"
         )
-    above = join(fqn, STATE)
+    above = child_name(fqn, STATE)
     state: dict[PathKey, Tree] = {}
     for parameter in parameters:
         if entries := optimizer.state.get(parameter):
             name = names[id(parameter)]
             owner = name.rule_name, tuple(parameter.shape)
-            state[name.stored] = state_branch(entries, join(above, name.stored), owner)
+            state[name.stored] = state_branch(entries, child_name(above, name.stored), owner)
     for key, value in shared.items():
-        state[key] = read_value(value, join(above, key))
+        state[key] = read_value(value, child_name(above, key))
     return Branch("dict", None, state)
 
 
@@ -125,16 +125,18 @@ def state_names(state: OptimizerState, names: Mapping[int, ParameterName], fqn: 
 
     A parameter without state has its name too: a load may create its state.
     """
-    above = join(fqn, STATE)
-    states = {join(above, names[id(p)].stored): state.state.get(p, ()) for p in state.parameters()}
-    entries = (join(name, key) for name, keys in states.items() for key in keys)
-    return [above, *states, *entries, *(join(above, key) for key in state.shared())]
+    above = child_name(fqn, STATE)
+    states = {
+        child_name(above, names[id(p)].stored): state.state.get(p, ()) for p in state.parameters()
+    }
+    entries = (child_name(name, key) for name, keys in states.items() for key in keys)
+    return [above, *states, *entries, *(child_name(above, key) for key in state.shared())]
 
 
 def state_branch(entries: Mapping[str, object], fqn: str, parameter: tuple[str, Shape]) -> Branch:
     """Return the state of one parameter as a branch. See `TensorLeaf` for `parameter`."""
     trees: dict[PathKey, Tree] = {
-        name: _attach_parameter(read_value(value, join(fqn, name)), parameter)
+        name: _attach_parameter(read_value(value, child_name(fqn, name)), parameter)
         for name, value in entries.items()
     }
     return Branch("dict", None, trees)
@@ -143,7 +145,7 @@ def state_branch(entries: Mapping[str, object], fqn: str, parameter: tuple[str, 
 def options_branch(group: Mapping[str, object], fqn: str) -> Branch:
     """Return the options of a parameter group as a branch."""
     options: dict[PathKey, Tree] = {
-        key: read_value(value, join(fqn, key))
+        key: read_value(value, child_name(fqn, key))
         for key, value in group.items()
         if key not in LOCAL_KEYS
     }

@@ -21,7 +21,7 @@ from dist_ckpt.core.planning.sharding_config import (
     strip_component,
 )
 from dist_ckpt.core.state.tensors.local_tensors import class_name
-from dist_ckpt.core.state.tree.containers import join
+from dist_ckpt.core.state.tree.containers import child_name
 from dist_ckpt.core.state.tree.state_tree import Branch, ModuleLeaf, SubclassLeaf, TensorLeaf, walk
 
 
@@ -58,7 +58,9 @@ class ShardingRules:
                     self._rule_names.setdefault(name, rule_name)
             elif isinstance(leaf, ModuleLeaf):
                 live = leaf.state.live.items()
-                buffers.update(join(fqn, n) for n, t in live if not isinstance(t, nn.Parameter))
+                buffers.update(
+                    child_name(fqn, n) for n, t in live if not isinstance(t, nn.Parameter)
+                )
         self._shapes = {**shapes, **sharding.shapes}
         self._buffers = frozenset(buffers)
 

@@ -1,7 +1,7 @@
 """The storage of checkpoints: the protocol, and `open_storage`.
 
 - Another backend: a class like `LocalStorage` in `local/local_storage.py`, with the methods of
-  `protocol.py`. `open_storage` opens it, and its test subclasses `testing/storage_contract.py`.
+  `interface.py`. `open_storage` opens it, and its test subclasses `testing/storage_contract.py`.
   `async_save/snapshots/job_folder.py` and `cli/commands/gc.py` also need a change: they handle
   local paths only. An object store, such as S3, cannot implement the protocol.
 - A storage above another one, for reads: a class like `OverlayStorage` in `virtual_files.py`. A
@@ -16,8 +16,8 @@ import re
 
 from dist_ckpt.core.format.strict_json import is_text
 from dist_ckpt.core.storage.forwarding import DeadlineStorage
+from dist_ckpt.core.storage.interface import Entry, ReadableFile, Storage, WritableFile
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
-from dist_ckpt.core.storage.protocol import Entry, ReadableFile, Storage, WritableFile
 from dist_ckpt.errors import NotFoundError
 
 __all__ = ["Entry", "ReadableFile", "Storage", "WritableFile", "open_storage"]

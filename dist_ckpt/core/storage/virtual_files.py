@@ -12,7 +12,7 @@ from typing import NoReturn, Protocol
 
 from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.storage.forwarding import ForwardingStorage
-from dist_ckpt.core.storage.protocol import Entry, ReadableFile, Storage
+from dist_ckpt.core.storage.interface import Entry, ReadableFile, Storage
 from dist_ckpt.errors import CorruptError, StorageError
 from dist_ckpt.reports import IoCount
 

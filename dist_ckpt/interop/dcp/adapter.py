@@ -54,11 +54,11 @@ from dist_ckpt.core.state.binding.sources.rename import Rename, parse_rename
 from dist_ckpt.core.state.tensors.plain_torch import make
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import Storage
+from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import ConflictError, RankError
 from dist_ckpt.interop.dcp.flat_state_dict import DcpKeys, PlannedReads, local_state_of
 from dist_ckpt.interop.imports import StrPath, open_pickled
 from dist_ckpt.interop.readers.nested_state import ImportFilter
-from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import LoadReport, Phases, SaveReport, format_size
 
 _log = logging.getLogger("dist_ckpt")

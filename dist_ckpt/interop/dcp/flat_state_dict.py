@@ -37,7 +37,7 @@ from dist_ckpt.core.loading.shared_read.shared_reader import CollectiveReader
 from dist_ckpt.core.planning.load.load_planner import plan_load
 from dist_ckpt.core.planning.plan import Inventory, TensorEntry, TensorRequest, View
 from dist_ckpt.core.planning.selection import Selection, names_above
-from dist_ckpt.core.shard_io.memory.protocol import Target
+from dist_ckpt.core.shard_io.memory.interface import Target
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorTarget, synchronize
 from dist_ckpt.core.shard_io.read.open_files import OpenFiles, open_files
 from dist_ckpt.core.state.inventory_builder import LocalState
@@ -45,7 +45,7 @@ from dist_ckpt.core.state.tensors.local_tensors import class_name, torch_dtype
 from dist_ckpt.core.state.tensors.plain_torch import without_tensors
 from dist_ckpt.core.state.tensors.read_tensor import describe_source
 from dist_ckpt.core.state.tensors.tensor_subclasses import is_wrapper_subclass
-from dist_ckpt.core.state.tree.containers import is_mapping, join
+from dist_ckpt.core.state.tree.containers import child_name, is_mapping
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.interop.readers.nested_state import Path, join_path, tree_of
 from dist_ckpt.interop.readers.virtual_checkpoint import LOOSE
@@ -72,7 +72,7 @@ class DcpKeys:
             if any(key == rank for key, _ in keys):
                 values[fqn] = opened.value_of_rank(fqn, rank)
         tensors = (*self._catalog.tensors, *self._catalog.aliases)
-        above = {join(node.fqn, key): node.fqn for node in main.tree for key in node.keys}
+        above = {child_name(node.fqn, key): node.fqn for node in main.tree for key in node.keys}
         paths, models = _paths_of(main), models_of(values, frozenset(tensors), above)
         self._tree = main.tree
         # By DCP's keys: the nested path of each, its name in the checkpoint, and the values.
@@ -118,7 +118,7 @@ class DcpKeys:
         nonempty = {above for name in self.names.values() for above in names_above(name)}
         for node in self._tree:
             if not is_mapping(node.kind):
-                children = [join(node.fqn, key) for key in node.keys]
+                children = [child_name(node.fqn, key) for key in node.keys]
                 # An empty container has no name, so it counts as chosen.
                 are_chosen = [name in within or name not in nonempty for name in children]
                 if are_chosen != sorted(are_chosen, reverse=True):
@@ -139,7 +139,7 @@ def _paths_of(main: ObjectsFile) -> dict[str, Path]:
     for node in main.tree:
         above = paths.get(node.fqn, (node.fqn,))
         for key in node.keys:
-            paths[join(node.fqn, key)] = (*above, str(key) if is_mapping(node.kind) else key)
+            paths[child_name(node.fqn, key)] = (*above, str(key) if is_mapping(node.kind) else key)
     return paths
 
 

@@ -23,6 +23,7 @@ from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.core.shard_io.read.open_files import open_file
 from dist_ckpt.core.storage import Storage, open_storage, real_path
+from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import IncompatibleError, StorageError
 from dist_ckpt.interop.hf.export_plan import (
     DEFAULT_SHARD_SIZE,
@@ -38,7 +39,6 @@ from dist_ckpt.interop.hf.export_plan import (
 from dist_ckpt.interop.hf.read import MODEL
 from dist_ckpt.interop.new_folder import check_replaceable, new_folder, write_document
 from dist_ckpt.interop.registry import HF_INDEX
-from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import CopyProgress, Progress
 from dist_ckpt.tools.new_file import check_outside
 from dist_ckpt.tools.rewrite.write_plan import WritePlan

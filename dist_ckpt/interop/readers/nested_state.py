@@ -22,9 +22,9 @@ from dist_ckpt.core.planning.selection import Selection, excluded_names
 from dist_ckpt.core.state.tree.containers import (
     MAX_DEPTH,
     PathKey,
+    child_name,
     container_entries,
     create_container,
-    join,
     kind_of,
 )
 from dist_ckpt.errors import CorruptError, IncompatibleError
@@ -262,7 +262,7 @@ class Nested:
         if self._selection.is_everything or not isinstance(value, dict) or kind_of(value) is None:
             return value
         _check_depth(depth)
-        names = {key: join(fqn, key) for key in value}
+        names = {key: child_name(fqn, key) for key in value}
         budget.spend(sum(_NAME_COST + len(name) for name in names.values()))
         chosen = [key for key, name in names.items() if not self.leaves_out(name)]
         items = ((key, self._select(names[key], value[key], budget, depth + 1)) for key in chosen)
@@ -286,7 +286,7 @@ class Nested:
         self._nodes.append(Node(fqn, kind, tuple(entries)))
         part_of = part_of or ("" if isinstance(value, Mapping) else fqn)  # see `_unknown_in`
         for key, child in entries.items():
-            name = join(fqn, key)
+            name = child_name(fqn, key)
             self._check_text(name, fqn)
             if name in self.tensors or name in self._values or name in self._aliases:
                 raise self._naming_error(name, _TWO_THINGS)
@@ -350,7 +350,7 @@ def _unknown_in(
         keys = (key for key in value if isinstance(key, UnknownObject))
         if (unknown := next(keys, None)) is not None:
             return part_of or fqn, unknown
-        inner = ((join(fqn, key), child) for key, child in value.items())
+        inner = ((child_name(fqn, key), child) for key, child in value.items())
     else:
         part_of = part_of or fqn
         members = value if isinstance(value, set | frozenset) else _inner(value)

@@ -109,10 +109,10 @@ def checkpoint_of(storage: Storage, path: str, state: ForeignState, label: str) 
             segments = [(item.span, chunks[item.fqn, item.cell]) for item in file.items]
             files[file.name] = partial(_VirtualFile, storage, name, header, segments)
             digest = document_digest(header)
-            written.append((file.name, file.nbytes, file.header.nbytes, digest))
+            written.append(FileReceipt(file.name, file.nbytes, file.header.nbytes, digest))
         for document, data in _documents_of(rank, state, plan.tree).items():
             documents[document] = data
-            written.append((document, len(data), 0, document_digest(data)))
+            written.append(FileReceipt(document, len(data), 0, document_digest(data)))
         receipts.append(Receipt(tuple(written), (), 0.0))
     shard_files, objects = build_file_tables(plan.catalog, receipts)
     index = Index(

@@ -25,10 +25,11 @@ from dist_ckpt.core.format.index.index import MAX_STEP, Node
 from dist_ckpt.core.format.objects.plain_types import ArrayValue
 from dist_ckpt.core.planning.selection import Selection, parse_selection
 from dist_ckpt.core.shard_io.memory.host_array import Array
-from dist_ckpt.core.state.tree.containers import join
+from dist_ckpt.core.state.tree.containers import child_name
 from dist_ckpt.core.storage import ReadableFile, Storage, open_storage, real_path
 from dist_ckpt.core.storage.forwarding import ForwardingStorage
 from dist_ckpt.core.storage.virtual_files import BytesFile
+from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
 from dist_ckpt.interop.readers.virtual_checkpoint import (
     ForeignChunk,
@@ -38,7 +39,6 @@ from dist_ckpt.interop.readers.virtual_checkpoint import (
 )
 from dist_ckpt.interop.shrew import encoding
 from dist_ckpt.interop.shrew.encoding import FileTensor, PlainTensor, is_tensor
-from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import CopyProgress, Progress, SaveReport
 from dist_ckpt.tools.new_file import check_new_file, check_outside, checked_file_path, new_file
 from dist_ckpt.tools.rewrite.reshard import MIN_MEMORY, even_sharding, plan_rewrite
@@ -260,7 +260,7 @@ def _foreign_state(state: Mapping[str, object], path: str) -> ForeignState:
         elif isinstance(value, Mapping) and (not fqn or _contains_tensors(value)):
             tree.append(Node(fqn, "dict", tuple(value)))
             for key, child in value.items():
-                add(join(fqn, key), child)
+                add(child_name(fqn, key), child)
         else:
             values[fqn] = value
 

@@ -33,12 +33,12 @@ from dist_ckpt.core.state.tensors.local_tensors import torch_dtype
 from dist_ckpt.core.state.tensors.plain_torch import make
 from dist_ckpt.core.state.tree.containers import RECORD, create_container, is_mapping
 from dist_ckpt.core.storage import real_path
+from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import CorruptError, IncompatibleError, listed
 from dist_ckpt.interop.dcp.flat_state_dict import models_of, relative_params
 from dist_ckpt.interop.hf.export_plan import WINDOW_NBYTES, ExportContents
 from dist_ckpt.interop.readers.torch_pickles import STORAGES
 from dist_ckpt.interop.registry import SAFETENSORS
-from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import CopyProgress, Progress
 from dist_ckpt.tools.new_file import check_new_file, check_outside, new_file
 from dist_ckpt.tools.rewrite.write_plan import WritePlan, plan_file_export

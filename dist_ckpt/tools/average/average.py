@@ -307,7 +307,7 @@ def _plan_and_claim(
         if planning.is_coordinator:
             _log.info("average to %s: %s", path, "; ".join(map(str, sources)))
             planning.decide(transaction.claim(storage, path, overwrite=options.overwrite))
-    transaction.join(storage, path, planning.result(Attempt))
+    transaction.join_attempt(storage, path, planning.result(Attempt))
     return _AveragePlan(sources, averaged, assignments, storage)
 
 
@@ -423,12 +423,12 @@ def receipts_by_rank(index: Index, receipts: Sequence[Receipt]) -> list[Receipt]
     """
     files: list[list[FileReceipt]] = [[] for _ in range(index.catalog.world_size)]
     for file in (file for receipt in receipts for file in receipt.files):
-        files[_file_rank(file[0])].append(file)
+        files[_file_rank(file.name)].append(file)
     copied = {
-        (name, nbytes, digest)
+        (file.name, file.nbytes, file.digest)
         for receipt in receipts
-        for name, nbytes, header_nbytes, digest in receipt.files
-        if not header_nbytes
+        for file in receipt.files
+        if not file.header_nbytes
     }
     if copied != {(record.name, record.nbytes, record.digest) for record in index.objects}:
         raise StorageError(

@@ -15,7 +15,7 @@ from dist_ckpt.core.format.index.index import TensorRecord
 from dist_ckpt.core.format.index.model_description import KIND, find_differences
 from dist_ckpt.core.planning.selection import Selection, parse_selection
 from dist_ckpt.core.shard_io.memory.host_array import has_numbers, numbers, numpy_module
-from dist_ckpt.openers import OPENER
+from dist_ckpt.default_opener import OPENER
 from dist_ckpt.reports import Progress
 
 if TYPE_CHECKING:
@@ -235,9 +235,11 @@ class _PairDifference:
         for start in range(0, a.nbytes, step):
             left, right = a[start : start + step], b[start : start + step]
             if bytes(left) != bytes(right):  # much faster than a comparison of memoryviews
-                self._compare(dtype, left, right, tolerance)
+                self._count_differences(dtype, left, right, tolerance)
 
-    def _compare(self, dtype: str, a: memoryview, b: memoryview, tolerance: _Tolerance) -> None:
+    def _count_differences(
+        self, dtype: str, a: memoryview, b: memoryview, tolerance: _Tolerance
+    ) -> None:
         numpy = numpy_module()
         size = DTYPES[dtype].itemsize
         bits = [numpy.frombuffer(data, "u1").reshape(-1, size) for data in (a, b)]

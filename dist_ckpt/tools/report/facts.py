@@ -17,8 +17,8 @@ from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.format.index.model_description import CONFIG, KIND, as_json, iterate_leaves
 from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.core.storage import open_storage
+from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
-from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import Progress
 from dist_ckpt.runs.listing import RunCheckpoint, SaveTimes, is_speed, list_run, save_times
 from dist_ckpt.tools.inspect.describe import summarize

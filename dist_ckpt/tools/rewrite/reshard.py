@@ -35,11 +35,11 @@ from dist_ckpt.core.saving.carry_plan import (
 )
 from dist_ckpt.core.shard_io.read.read_windows import WindowSources, read_windows
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
-from dist_ckpt.core.state.tree.containers import is_mapping, join
+from dist_ckpt.core.state.tree.containers import child_name, is_mapping
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.forwarding import CountingStorage
+from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import listed
-from dist_ckpt.openers import OPENER
 from dist_ckpt.reports import CopyProgress, Phases, Progress, SaveReport
 from dist_ckpt.tools.rewrite.write_plan import WritePlan, paths_to_replace
 
@@ -271,11 +271,11 @@ def select_part(
         raise ValueError(f"{selection} leaves nothing: give other patterns")
     with_groups = {above for name in chosen for above in names_above(name)}
     for node in main.tree:
-        lost = [key for key in node.keys if join(node.fqn, key) not in with_groups]
+        lost = [key for key in node.keys if child_name(node.fqn, key) not in with_groups]
         if not is_mapping(node.kind) and 0 < len(lost) < len(node.keys):
             raise ValueError(
-                f"{join(node.fqn, lost[0])}: an item of a {node.kind} cannot be left out, as later "
-                f"items would move: leave all of {node.fqn!r} out"
+                f"{child_name(node.fqn, lost[0])}: an item of a {node.kind} cannot be left out, as "
+                f"later items would move: leave all of {node.fqn!r} out"
             )
     # This is the same as to carry the names over into an empty checkpoint.
     nothing = replace(catalog, tensors={}, aliases={}, values={}, per_rank={}, parameters={})

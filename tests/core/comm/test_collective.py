@@ -5,8 +5,8 @@ import pytest
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.collectives.collective import (
     SingleProcessCollective,
-    body_name,
-    body_nbytes,
+    payload_name,
+    payload_nbytes,
     ranks_by_value,
 )
 from dist_ckpt.core.comm.messages import SecondaryError
@@ -17,8 +17,8 @@ from ranks import run_ranks, try_ranks
 
 
 def test_a_name_tells_the_size_and_differs_with_every_byte():
-    assert body_nbytes(body_name(bytes(1000))) == 1000
-    assert len({body_name(body) for body in (b"", b"a", b"b", b"aa")}) == 4
+    assert payload_nbytes(payload_name(bytes(1000))) == 1000
+    assert len({payload_name(payload) for payload in (b"", b"a", b"b", b"aa")}) == 4
 
 
 def test_distinct_names_are_ordered_by_their_lowest_ranks():
@@ -31,14 +31,14 @@ def test_distinct_names_are_ordered_by_their_lowest_ranks():
 
 def test_alone_what_is_given_comes_back():
     alone = SingleProcessCollective()
-    assert alone.all_gather_distinct(b"body") == ((b"body", (0,)),)
+    assert alone.all_gather_distinct(b"payload") == ((b"payload", (0,)),)
     assert alone.broadcast(b"data") == b"data"
 
 
 def test_thread_ranks_get_the_distinct_bodies_and_rank_0s_data():
     def run(rank: int, _: ThreadChannel, collective: ThreadCollective) -> object:
-        bodies = collective.all_gather_distinct(b"even" if rank % 2 == 0 else b"odd")
-        return bodies, collective.broadcast(b"zero" if rank == 0 else None)
+        payloads = collective.all_gather_distinct(b"even" if rank % 2 == 0 else b"odd")
+        return payloads, collective.broadcast(b"zero" if rank == 0 else None)
 
     expected = (((b"even", (0, 2)), (b"odd", (1, 3))), b"zero")
     assert run_ranks(run, world_size=4, harness="threads") == [expected] * 4

@@ -75,8 +75,8 @@ def test_what_is_left_behind_stays_until_its_replacement_is_committed() -> None:
     save(storage, 1)
     claim = claimed(storage, started(storage))
     assert step_at(storage) == 1
-    assert attempts.abandon(storage, PATH, claim.attempt, by="a test", reason="to see")
-    commit_protocol.discard_attempt(storage, claim)
+    assert attempts.try_abandon(storage, PATH, claim.attempt, by="a test", reason="to see")
+    commit_protocol.remove_claimed(storage, claim)
     assert step_at(storage) == 1
 
 
@@ -101,7 +101,7 @@ def test_a_start_has_a_thousand_attempts_at_a_path() -> None:
     storage.make_folder(f"{PATH}/{trash_name(Attempt(1998, ID))}")
     claim = claimed(storage, run)
     assert claim.attempt.number == 1999
-    assert attempts.abandon(storage, PATH, claim.attempt, by="a test", reason="to see")
+    assert attempts.try_abandon(storage, PATH, claim.attempt, by="a test", reason="to see")
     with pytest.raises(StorageError, match="incarnation 1 of this run has made 1000 attempts"):
         claimed(storage, run)
     assert claimed(storage, None).attempt.number == 2000  # who records no start goes on
@@ -115,7 +115,7 @@ def test_an_older_start_claims_and_commits_nothing() -> None:
     started(storage)
     with pytest.raises(ConflictError, match="incarnation 2 of this run, a job, has taken over"):
         commit_protocol.commit(storage, claim, index_of(claim.attempt, 1, 1))
-    assert attempts.abandon(storage, PATH, claim.attempt, by="a test", reason="refused")
+    assert attempts.try_abandon(storage, PATH, claim.attempt, by="a test", reason="refused")
     before = storage.tree()
     with pytest.raises(ConflictError, match="incarnation 2 of this run, a job, has taken over"):
         claimed(storage, older, f"{ROOT}/another")
@@ -223,7 +223,9 @@ class LateWriter(threading.Thread):
             try:
                 finish(self._storage, claim, 100)
             except CheckpointError:
-                attempts.abandon(self._storage, self._path, claim.attempt, by="it", reason="late")
+                attempts.try_abandon(
+                    self._storage, self._path, claim.attempt, by="it", reason="late"
+                )
                 raise
             self.told = "saved"
         except (CheckpointError, FileNotFoundError) as error:

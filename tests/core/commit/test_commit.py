@@ -266,8 +266,8 @@ def careful_save(storage: Storage, step: int) -> None:
         commit_protocol.check_files(storage, claim.folder, sizes_of(step, 1))
         commit_protocol.commit(storage, claim, index_of(claim.attempt, step, 1))
     except (CheckpointError, FileNotFoundError):
-        if attempts.abandon(storage, PATH, claim.attempt, by="me", reason="it failed"):
-            commit_protocol.discard_attempt(storage, claim)
+        if attempts.try_abandon(storage, PATH, claim.attempt, by="me", reason="it failed"):
+            commit_protocol.remove_claimed(storage, claim)
         raise
     removal.remove_superseded(storage, PATH, claim.attempt)
 
@@ -288,7 +288,7 @@ def test_a_fault_at_any_call_of_a_save_leaves_a_whole_checkpoint_or_none(older, 
             assert step_at(inner) in (older, 2), storage.failed
         else:
             assert step_at(inner) == 2, storage.failed
-        removal.collect(inner, PATH, grace_s=-1)
+        removal.remove_garbage(inner, PATH, grace_s=-1)
         assert len(names_in(inner) if PATH in inner.tree() else []) <= 1, storage.failed
         save(inner, 3, overwrite=True)
         assert step_at(inner) == 3
@@ -315,7 +315,7 @@ def test_one_fault_in_a_save_that_fails_leaves_nothing_of_it():
 def test_a_commit_after_an_abandonment_is_a_conflict_that_names_who_and_why():
     storage = MemoryStorage()
     claim = claimed(storage)
-    assert attempts.abandon(storage, PATH, claim.attempt, by="rank 3 on b", reason="no verdict")
+    assert attempts.try_abandon(storage, PATH, claim.attempt, by="rank 3 on b", reason="no verdict")
     with pytest.raises(ConflictError, match="abandoned by rank 3 on b: no verdict"):
         commit_protocol.commit(storage, claim, index_of(claim.attempt, 1, 1))
     assert step_at(storage) is None
@@ -343,7 +343,9 @@ def test_a_commit_whose_reply_is_lost_anywhere_has_an_outcome_after_abandon():
         try:
             act(storage)
         except StorageError:
-            abandoned = attempts.abandon(inner, PATH, claim.attempt, by="me", reason="it failed")
+            abandoned = attempts.try_abandon(
+                inner, PATH, claim.attempt, by="me", reason="it failed"
+            )
             assert step_at(inner) == (None if abandoned else 1), storage.failed
         else:
             renames += storage.failed.startswith("rename")
@@ -497,7 +499,7 @@ def test_a_rank_that_does_not_see_the_claim_says_that_the_storage_is_not_shared(
 def test_a_rank_that_finds_its_attempt_abandoned_says_by_whom():
     storage = MemoryStorage()
     claim = claimed(storage)
-    attempts.abandon(storage, PATH, claim.attempt, by="rank 3", reason="no verdict")
+    attempts.try_abandon(storage, PATH, claim.attempt, by="rank 3", reason="no verdict")
     with pytest.raises(ConflictError, match="abandoned by rank 3"):
         commit_protocol.await_claim(storage, PATH, claim.attempt, 60)
 
@@ -529,19 +531,19 @@ def test_a_rank_that_sees_only_earlier_attempts_goes_on_waiting():
 def test_abandon_makes_it_certain_that_nothing_is_committed():
     storage = MemoryStorage()
     claim = claimed(storage)
-    assert attempts.abandon(storage, PATH, claim.attempt, by="a", reason="first")
-    assert attempts.abandon(storage, PATH, claim.attempt, by="b", reason="second")
+    assert attempts.try_abandon(storage, PATH, claim.attempt, by="a", reason="first")
+    assert attempts.try_abandon(storage, PATH, claim.attempt, by="b", reason="second")
     document = attempts.read_index(storage, PATH, claim.attempt)
     assert document == Abandoned(claim.attempt.name, "a", "first")
     removal.remove(storage, PATH, claim.attempt)
-    assert attempts.abandon(storage, PATH, claim.attempt, by="c", reason="it is gone")
+    assert attempts.try_abandon(storage, PATH, claim.attempt, by="c", reason="it is gone")
 
 
 def test_abandon_of_a_committed_attempt_finds_that_out_and_changes_nothing():
     storage = MemoryStorage()
     attempt = save(storage, 1)
     before = storage.tree()
-    assert not attempts.abandon(storage, PATH, attempt, by="a", reason="late")
+    assert not attempts.try_abandon(storage, PATH, attempt, by="a", reason="late")
     assert storage.tree() == before
 
 
@@ -561,7 +563,7 @@ def test_abandon_that_loses_the_race_leaves_nothing_of_its_own():
     storage = _CommittedMeanwhile()
     storage.claim = claim = claimed(storage)
     storage.claim = claim
-    assert not attempts.abandon(storage, PATH, claim.attempt, by="a", reason="late")
+    assert not attempts.try_abandon(storage, PATH, claim.attempt, by="a", reason="late")
     assert step_at(storage) == 1
     names = {filenames.CLAIM, filenames.INDEX, *sizes_of(1, 1)}
     assert set(names_in(storage, claim.folder)) == names
@@ -570,7 +572,7 @@ def test_abandon_that_loses_the_race_leaves_nothing_of_its_own():
 def test_abandon_keeps_the_start_of_a_long_reason_and_what_json_cannot_hold():
     storage = MemoryStorage()
     claim = claimed(storage)
-    attempts.abandon(storage, PATH, claim.attempt, by="\ud800", reason="x" * 10_000_000)
+    attempts.try_abandon(storage, PATH, claim.attempt, by="\ud800", reason="x" * 10_000_000)
     document = attempts.read_index(storage, PATH, claim.attempt)
     assert document == Abandoned(claim.attempt.name, "?", "x" * 2000)
 
@@ -580,7 +582,7 @@ def test_abandon_with_no_space_puts_the_claim_in_place_of_an_index():
     claim = claimed(inner)
     create = _num_calls(lambda s: s.list(PATH) and attempts.is_decided(s, PATH, HIGHEST), inner)
     storage = FaultyStorage(inner, fail_at_call=create)  # reads the index first, then creates
-    assert attempts.abandon(storage, PATH, claim.attempt, by="a rank", reason="no space")
+    assert attempts.try_abandon(storage, PATH, claim.attempt, by="a rank", reason="no space")
     assert storage.failed.startswith("create")
     with pytest.raises(ConflictError, match="abandoned by the saver of 1: given up"):
         commit_protocol.commit(inner, claim, index_of(claim.attempt, 1, 1))
@@ -591,7 +593,7 @@ def test_abandon_of_a_damaged_attempt_says_so():
     claim = claimed(storage)
     put(storage, claim.attempt, b"torn")
     with pytest.raises(CorruptError):
-        attempts.abandon(storage, PATH, claim.attempt, by="a", reason="late")
+        attempts.try_abandon(storage, PATH, claim.attempt, by="a", reason="late")
 
 
 # --- find ------------------------------------------------------------------------------------
@@ -782,7 +784,7 @@ def test_what_cannot_be_superseded_is_logged_for_the_new_one_is_committed(caplog
 
 def test_to_give_up_removes_the_attempt_and_the_folders_made_for_it():
     storage = with_root()
-    commit_protocol.discard_attempt(storage, claimed(storage))
+    commit_protocol.remove_claimed(storage, claimed(storage))
     assert storage.tree() == {"/runs": None}
 
 
@@ -790,7 +792,7 @@ def test_to_give_up_leaves_folders_that_somebody_else_uses_by_now():
     storage = with_root()
     claim = claimed(storage)
     storage.make_folder(f"{PATH}/{HIGHEST}")
-    commit_protocol.discard_attempt(storage, claim)
+    commit_protocol.remove_claimed(storage, claim)
     assert names_in(storage) == [HIGHEST.name]
 
 
@@ -820,7 +822,7 @@ def test_a_collector_removes_trash_abandoned_superseded_and_dead_attempts_only()
     clock.now += 3601
     alive = Attempt(5, "0" * 16)
     put(storage, alive, b"", "model-00000.safetensors")
-    removed = removal.collect(storage, PATH, grace_s=3600)
+    removed = removal.remove_garbage(storage, PATH, grace_s=3600)
     assert removed == (trash, dead.attempt.name, old.name, abandoned.name)
     assert names_in(storage) == [kept.name, alive.name, "notes.txt"]
 
@@ -830,7 +832,7 @@ def test_a_collector_does_not_believe_its_own_clock():
     storage = MemoryStorage(clock=clock)  # years behind ours
     claimed(storage)
     clock.now += 100
-    assert removal.collect(storage, PATH, grace_s=3600) == ()
+    assert removal.remove_garbage(storage, PATH, grace_s=3600) == ()
 
 
 def test_a_collector_leaves_older_checkpoints_while_one_is_damaged():
@@ -840,7 +842,7 @@ def test_a_collector_leaves_older_checkpoints_while_one_is_damaged():
     commit_protocol.commit(storage, second, index_of(second.attempt, 2, 1))
     put(storage, HIGHEST, b"torn")
     before = storage.tree()
-    assert removal.collect(storage, PATH, grace_s=-1) == ()
+    assert removal.remove_garbage(storage, PATH, grace_s=-1) == ()
     assert storage.tree() == before
 
 
@@ -856,12 +858,12 @@ def test_a_collector_removes_ids_of_the_folder_that_were_long_not_renamed_into_p
     storage.make_folder(f"{PATH}/DIST_CKPT_ROOT.{'2' * 16}")
     clock.now += 3601
     write(storage, f"{PATH}/{new}", b"")
-    assert removal.collect(storage, PATH, grace_s=3600) == (lost,)
+    assert removal.remove_garbage(storage, PATH, grace_s=3600) == (lost,)
     assert names_in(storage) == sorted([*foreign, new, f"DIST_CKPT_ROOT.{'2' * 16}"])
 
 
 def test_a_collector_finds_nothing_where_nothing_is():
-    assert removal.collect(MemoryStorage(), PATH, grace_s=0) == ()
+    assert removal.remove_garbage(MemoryStorage(), PATH, grace_s=0) == ()
 
 
 def test_a_fault_at_any_call_of_a_collector_does_no_harm():
@@ -870,7 +872,7 @@ def test_a_fault_at_any_call_of_a_collector_does_no_harm():
     claimed(begin, 2, overwrite=True)
 
     def act(storage: Storage) -> object:
-        return removal.collect(storage, PATH, grace_s=-1)
+        return removal.remove_garbage(storage, PATH, grace_s=-1)
 
     for done in (False, True):
         for n in range(1, _num_calls(act, begin) + 1):

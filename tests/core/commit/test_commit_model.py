@@ -67,11 +67,11 @@ def saver(step: int, *, overwrite: bool = False) -> Program:
         if what == "commit":
             return claim.attempt
         try:
-            if what == "abandon" and not attempts.abandon(
+            if what == "abandon" and not attempts.try_abandon(
                 storage, PATH, claim.attempt, by=f"saver of {step}", reason="it failed"
             ):
                 return Outcome("unknown", claim.attempt)
-            commit_protocol.discard_attempt(storage, claim)
+            commit_protocol.remove_claimed(storage, claim)
         except CheckpointError:
             return Outcome("unknown", claim.attempt)
         return Outcome("failed", claim.attempt)
@@ -101,7 +101,9 @@ def late_rank_of(name: str) -> Program:
         try:
             for attempt in attempts.list_attempts(storage, PATH):
                 if attempt.id.startswith(prefix_of(name)):
-                    failed = attempts.abandon(storage, PATH, attempt, by="a rank", reason="late")
+                    failed = attempts.try_abandon(
+                        storage, PATH, attempt, by="a rank", reason="late"
+                    )
                     return Outcome("failed" if failed else "saved", attempt)
         except CheckpointError:
             pass
@@ -126,7 +128,7 @@ def collector() -> Program:
 
     def collect(storage: Storage, _: None) -> Outcome:
         with suppress(CheckpointError):
-            removal.collect(storage, PATH, grace_s=-1)
+            removal.remove_garbage(storage, PATH, grace_s=-1)
         return Outcome("collected")
 
     return (collect,)
@@ -339,12 +341,12 @@ def test_no_order_of_steps_breaks_a_promise(name, search):
 
 
 def no_abandon_before_collecting(patch: pytest.MonkeyPatch) -> None:
-    real = attempts.abandon
+    real = attempts.try_abandon
 
     def abandon(storage: Storage, path: str, attempt: Attempt, *, by: str, reason: str) -> bool:
         return by == "a collector" or real(storage, path, attempt, by=by, reason=reason)
 
-    patch.setattr(removal, "abandon", abandon)
+    patch.setattr(removal, "try_abandon", abandon)
 
 
 def unlink_in_place(patch: pytest.MonkeyPatch) -> None:
@@ -377,7 +379,7 @@ def claim_ignores_higher_attempts(patch: pytest.MonkeyPatch) -> None:
 
 
 def claim_leaves_lower_attempts_open(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(commit_protocol, "abandon", lambda *_, **__: False)
+    patch.setattr(commit_protocol, "try_abandon", lambda *_, **__: False)
 
 
 def commit_replaces_the_index(patch: pytest.MonkeyPatch) -> None:
@@ -394,7 +396,7 @@ def commit_replaces_the_index(patch: pytest.MonkeyPatch) -> None:
 def patch_abandon(patch: pytest.MonkeyPatch, abandon: Callable[..., bool]) -> None:
     """Have savers and late ranks abandon in another way."""
     for module in (attempts, commit_protocol):
-        patch.setattr(module, "abandon", abandon)
+        patch.setattr(module, "try_abandon", abandon)
 
 
 def lost_replies_are_failures(patch: pytest.MonkeyPatch) -> None:
@@ -413,7 +415,7 @@ def ranks_look_instead_of_abandoning(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_exists_counts_as_abandoned(patch: pytest.MonkeyPatch) -> None:
-    abandon = attempts.abandon
+    abandon = attempts.try_abandon
     patch_abandon(patch, lambda *where, **why: abandon(*where, **why) or True)
 
 

@@ -90,7 +90,7 @@ def verdict_lost_after_the_rename(disk: CrashStorage) -> None:
     claim = begin(disk, 1)
     with pytest.raises(KilledError):
         commit_protocol.commit(_KilledAtSync(disk), claim, index_of(claim.attempt, 1, 1))
-    assert not attempts.abandon(disk, PATH, claim.attempt, by="rank 1", reason="no verdict")
+    assert not attempts.try_abandon(disk, PATH, claim.attempt, by="rank 1", reason="no verdict")
     disk.mark("saved 1")
 
 
@@ -98,15 +98,15 @@ def rank_gives_up(disk: CrashStorage) -> None:
     """A rank abandons before the commit; the attempt is removed, the older checkpoint stays."""
     put(disk, 1)
     claim = begin(disk, 2, overwrite=True)
-    assert attempts.abandon(disk, PATH, claim.attempt, by="rank 1", reason="no verdict")
+    assert attempts.try_abandon(disk, PATH, claim.attempt, by="rank 1", reason="no verdict")
     disk.mark("failed 2")
-    commit_protocol.discard_attempt(disk, claim)
+    commit_protocol.remove_claimed(disk, claim)
 
 
 def rank_gives_up_on_a_full_disk(disk: CrashStorage) -> None:
     claim = begin(disk, 1)
     full = _Full(disk)
-    assert attempts.abandon(full, PATH, claim.attempt, by="rank 1", reason="no space")
+    assert attempts.try_abandon(full, PATH, claim.attempt, by="rank 1", reason="no space")
     disk.mark("failed 1")
 
 
@@ -124,7 +124,7 @@ def collector_finishes_a_delete(disk: CrashStorage) -> None:
     disk.mark("deleting")
     with pytest.raises(KilledError):
         removal.delete(_KilledAtSync(disk), PATH)
-    removal.collect(disk, PATH, grace_s=3600)
+    removal.remove_garbage(disk, PATH, grace_s=3600)
     disk.mark("deleted")
 
 
@@ -134,13 +134,13 @@ def collector_finds_an_overwrite_that_was_not_synced(disk: CrashStorage) -> None
     claim = begin(disk, 2, overwrite=True)
     with pytest.raises(KilledError):
         commit_protocol.commit(_KilledAtSync(disk), claim, index_of(claim.attempt, 2, 1))
-    removal.collect(disk, PATH, grace_s=3600)
+    removal.remove_garbage(disk, PATH, grace_s=3600)
 
 
 def failed_overwrite(disk: CrashStorage) -> None:
     put(disk, 1)
     claim = begin(disk, 2, overwrite=True)
-    commit_protocol.discard_attempt(disk, claim)
+    commit_protocol.remove_claimed(disk, claim)
     disk.mark("failed 2")
 
 
@@ -249,7 +249,7 @@ def test_after_any_crash_a_collector_and_the_next_save_find_their_way(scenario):
     scenario(disk)
     for _, storage in states(disk.log):
         before = step_at(storage)
-        removal.collect(storage, PATH, grace_s=-1)
+        removal.remove_garbage(storage, PATH, grace_s=-1)
         assert step_at(storage) == before
         save(storage, 9, overwrite=True)
         assert step_at(storage) == 9

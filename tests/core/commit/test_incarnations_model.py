@@ -118,7 +118,7 @@ def saver(start: int, step: int, *, overwrite: bool = False, looks: bool = True)
             commit_protocol.commit(storage, claim, index_of(claim.attempt, step, 1))
         except CheckpointError:
             with suppress(CheckpointError):
-                attempts.abandon(storage, path, claim.attempt, by="its saver", reason="refused")
+                attempts.try_abandon(storage, path, claim.attempt, by="its saver", reason="refused")
             return Outcome("failed", claim.attempt)
         return Outcome("saved late", claim.attempt) if late else claim.attempt
 
@@ -563,7 +563,7 @@ def claims_give_way_to_nobody(patch: pytest.MonkeyPatch) -> None:
 
 
 def claims_leave_lower_attempts_open(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(commit_protocol, "abandon", lambda *_, **__: False)
+    patch.setattr(commit_protocol, "try_abandon", lambda *_, **__: False)
 
 
 def starts_do_not_see_those_that_began_meanwhile(patch: pytest.MonkeyPatch) -> None:
@@ -582,7 +582,7 @@ def nobody_secures_what_was_restored(patch: pytest.MonkeyPatch) -> None:
 
 def only_what_is_there_is_secured(patch: pytest.MonkeyPatch) -> None:
     """Look for a later checkpoint, but let open attempts be."""
-    patch.setattr(attempts, "abandon", lambda *_, **__: True)
+    patch.setattr(attempts, "try_abandon", lambda *_, **__: True)
 
 
 def open_attempts_are_secured_and_nothing_else(patch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from dist_ckpt.core.commit.records import protection_protocol, record_store
 from dist_ckpt.core.commit.records.leases import Lease
 from dist_ckpt.core.commit.records.protection_protocol import (
     CheckpointRef,
-    forget,
+    remove_annotations,
     remove_if_unprotected,
 )
 from dist_ckpt.core.commit.records.record_store import StoredAnnotation, read_annotations
@@ -229,7 +229,7 @@ def remover() -> Program:
             )
             if told:
                 return Outcome("kept")
-            forget(storage, "/runs", (STEP, ATTEMPT), ())
+            remove_annotations(storage, "/runs", (STEP, ATTEMPT), ())
         except CheckpointError:
             return Outcome("failed")
         return Outcome("removed")

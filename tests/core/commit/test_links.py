@@ -48,7 +48,7 @@ def overwrite(path: Path) -> None:
 
 
 def gc(path: Path) -> None:
-    removal.collect_all(LocalStorage(), str(path.parent), grace_s=0)
+    removal.remove_all_garbage(LocalStorage(), str(path.parent), grace_s=0)
 
 
 @pytest.mark.parametrize("call", [overwrite, gc, dc.delete])

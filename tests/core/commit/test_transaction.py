@@ -115,7 +115,7 @@ def test_a_rank_that_has_not_claimed_the_attempt_leaves_it_to_the_coordinator():
 
         def participant() -> None:
             with Transaction(SingleProcessChannel()) as transaction:
-                transaction.join(storage, PATH, attempt)
+                transaction.join_attempt(storage, PATH, attempt)
                 raise ZeroDivisionError
 
         with pytest.raises(ZeroDivisionError):
@@ -150,7 +150,7 @@ def test_an_abort_that_fails_is_logged_and_the_first_error_is_raised(
 
     def block() -> None:
         with Transaction(SingleProcessChannel()) as transaction:
-            transaction.join(storage, PATH, transaction.claim(disk, PATH, overwrite=False))
+            transaction.join_attempt(storage, PATH, transaction.claim(disk, PATH, overwrite=False))
             raise RuntimeError("mine")
 
     with pytest.raises(RuntimeError, match="mine"):
@@ -217,7 +217,7 @@ class SilentExchange(SingleProcessExchange):
 def without_answer(storage: Storage, attempt: Attempt) -> CommitDecision:
     """Commit as a rank that is given no answer."""
     with Transaction(SilentChannel()) as transaction:
-        transaction.join(storage, PATH, attempt)
+        transaction.join_attempt(storage, PATH, attempt)
         return transaction.commit(CATALOG, FIELDS, lambda _: RankWriteResult((), (), 0.0))
 
 

@@ -14,6 +14,7 @@ import dist_ckpt as dc
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import removal
 from dist_ckpt.core.format.shard_file import ShardFile, decode_header
+from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.saving.save import SaveOptions, save_together
 from dist_ckpt.core.shard_io.write import link_unchanged
 from dist_ckpt.core.shard_io.write.link_unchanged import (
@@ -376,7 +377,7 @@ def test_an_error_at_any_storage_call_loses_nothing(done: bool) -> None:
 def test_saves_that_may_not_be_linked_push_none_out_that_may() -> None:
     earlier = LinkableSaves()
     for number in range(40):
-        files = {"f": ("f", 1, 1, "d")} if number < 2 else {}
+        files = {"f": FileReceipt("f", 1, 1, "d")} if number < 2 else {}
         earlier = earlier.plus(SavedFiles(f"s{number}", files))
     assert (earlier.number, earlier.names()) == (40, {"f"})
     assert [saved.folder for saved in earlier.saves] == ["s0", "s1"]

@@ -136,7 +136,7 @@ def device(monkeypatch: pytest.MonkeyPatch, saver: dc.AsyncSaver) -> Iterator[De
     monkeypatch.setattr(saver._job.pinned, "pin", lambda *_: None)
     yield device
     device.may.set()
-    saver._job.fence.join()
+    saver._job.fence.wait_until_staged()
     device.close()
 
 

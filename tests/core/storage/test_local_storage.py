@@ -408,11 +408,11 @@ def test_a_file_at_the_path_is_left_alone(storage, root):
 def test_the_grace_of_a_collector_is_measured_by_the_clock_of_the_storage(storage, root):
     path = f"{root}/ck"
     claims = [commit_protocol.claim(storage, path, overwrite=False, by="me")]
-    assert removal.collect(storage, path, grace_s=60) == ()
+    assert removal.remove_garbage(storage, path, grace_s=60) == ()
     folder = Path(claims[0].folder)
     for name in [folder, *folder.iterdir()]:
         os.utime(name, (0, os.stat(root).st_mtime - 100))
-    assert removal.collect(storage, path, grace_s=60) == (claims[0].attempt.name,)
+    assert removal.remove_garbage(storage, path, grace_s=60) == (claims[0].attempt.name,)
     assert os.listdir(path) == []
 
 
@@ -506,7 +506,7 @@ def test_a_full_disk_fails_the_save_early_and_leaves_the_older_one(storage, smal
     claim = commit_protocol.claim(storage, path, overwrite=True, by="me")
     with pytest.raises(StorageError, match=r"ENOSPC.*free space"):
         storage.create(f"{claim.folder}/model-00000.safetensors", 2 << 20)
-    commit_protocol.discard_attempt(storage, claim)
+    commit_protocol.remove_claimed(storage, claim)
     assert step_at(storage, path) == 1
     assert len(os.listdir(path)) == 1
 
@@ -519,11 +519,11 @@ def test_on_a_full_disk_an_attempt_is_given_up_all_the_same(storage, small_disk)
     _fill(small_disk)
     with pytest.raises(StorageError, match="ENOSPC"):
         write(storage, f"{path}/full", b"1" * 4096)
-    assert attempts.abandon(storage, path, claim.attempt, by="a rank", reason="no space")
+    assert attempts.try_abandon(storage, path, claim.attempt, by="a rank", reason="no space")
     document = attempts.read_index(storage, path, claim.attempt)
     assert isinstance(document, Abandoned)
     assert document == Abandoned(claim.attempt.name, "a dead saver", document.reason)
-    assert removal.collect(storage, path, grace_s=3600) == (claim.attempt.name,)
+    assert removal.remove_garbage(storage, path, grace_s=3600) == (claim.attempt.name,)
 
 
 def test_a_save_onto_a_disk_that_a_dead_save_filled_makes_room(storage, small_disk):

@@ -184,7 +184,7 @@ class OneMoreSave:
         save_on_threads(
             self._storage, [part(3, rank) for rank in range(RANKS)], step=3, overwrite=True
         )
-        removal.collect_all(self._storage, PATH, grace_s=-1)
+        removal.remove_all_garbage(self._storage, PATH, grace_s=-1)
         num_left = sum(1 for _ in self._storage.list(PATH, follow=False))
         return "" if (self._step(), num_left) == (3, 1) else f"afterwards {num_left} attempts"
 

@@ -117,7 +117,7 @@ def leftovers(folder: Path) -> None:
         claim = commit_protocol.claim(storage, str(path), overwrite=True, by="a dead save")
         (Path(claim.folder) / "model-00000.safetensors").write_bytes(b"half")
         if is_abandoned:
-            attempts.abandon(storage, str(path), claim.attempt, by="me", reason="it failed")
+            attempts.try_abandon(storage, str(path), claim.attempt, by="me", reason="it failed")
     trash = path / trash_name(Attempt(1, "0123456789abcdef"))
     trash.mkdir()
     (trash / "index.json").touch()
@@ -140,7 +140,7 @@ def reshard_over(folder: Path) -> None:
 
 
 def gc(folder: Path) -> None:
-    removal.collect_all(LocalStorage(), str(folder), grace_s=-1)
+    removal.remove_all_garbage(LocalStorage(), str(folder), grace_s=-1)
 
 
 def delete(folder: Path) -> None:

@@ -24,7 +24,7 @@ from dist_ckpt.async_save.snapshots.arena_layout import (
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.snapshots.recovered_snapshots import file_receipts
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo
-from dist_ckpt.core.comm.collectives.collective import Bodies
+from dist_ckpt.core.comm.collectives.collective import DistinctPayloads
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.attempts import find_checkpoint
 from dist_ckpt.core.commit.records.incarnations import IncarnationHistory
@@ -34,6 +34,7 @@ from dist_ckpt.core.format.filenames import (
     parse_shard_file,
 )
 from dist_ckpt.core.loading.load_options import LoadOptions
+from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.saving.agreement import SaveCache
 from dist_ckpt.core.saving.save import SaveOptions, save_together
@@ -85,9 +86,9 @@ class Saved:
     step: int
     world_size: int
     attempt: str
-    bodies: Bodies
+    inventories: DistinctPayloads
     files: Mapping[str, bytes]
-    receipts: Mapping[str, tuple[str, int, int, str]]
+    receipts: Mapping[str, FileReceipt]
 
     def files_of(self, rank: int) -> list[str]:
         """Return the names of a rank's files."""
@@ -103,20 +104,20 @@ class Saved:
 def save(path: Path, world_size: int, step: int, **options: Any) -> Saved:
     """Save by ranks that are threads."""
 
-    def run(rank: int, channel: Any, bulk: Any) -> Bodies:
+    def run(rank: int, channel: Any, bulk: Any) -> DistinctPayloads:
         session = Session(channel, bulk, TEST_CONFIG)
         state = state_of(rank, world_size, step)
         save_together(session, state, path, SaveOptions(step=step, **options))
         cached = session.cache(SaveCache).plan
         assert cached is not None
-        return cached.bodies
+        return cached.inventories
 
-    bodies = run_ranks(run, world_size=world_size, harness="threads")[0]
-    assert bodies is not None
+    inventories = run_ranks(run, world_size=world_size, harness="threads")[0]
+    assert inventories is not None
     attempt, index = find_checkpoint(*open_storage(path))
     receipts = {record[0]: record for record in file_receipts(index)}
     files = {name: (path / attempt.name / name).read_bytes() for name in receipts}
-    return Saved(str(path), step, world_size, attempt.name, bodies, files, receipts)
+    return Saved(str(path), step, world_size, attempt.name, inventories, files, receipts)
 
 
 def keep(
@@ -161,7 +162,7 @@ def snapshot_of(
         mirrored={},
         saved_by={"dist_ckpt": dc.__version__, "torch": str(torch.__version__)},
         began_at=1e9 + saved.step,
-        bodies=saved.bodies,
+        inventories=saved.inventories,
         replicas=(),
     )
     return Snapshot(

@@ -30,7 +30,7 @@ from dist_ckpt.async_save.writer.messages import (
     WriterMessage,
 )
 from dist_ckpt.config import Config
-from dist_ckpt.core.comm.collectives.collective import Bodies
+from dist_ckpt.core.comm.collectives.collective import DistinctPayloads
 from dist_ckpt.core.comm.messages import Failure
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.geometry import Grid, Layout, Shape
@@ -73,8 +73,8 @@ class State:
             numpy=(),
         )
         body = typed_msgpack.encode(inventory)
-        self.bodies: Bodies = ((body, tuple(range(world_size))),)
-        self.plan = build_plan(self.bodies, world_size)
+        self.inventories: DistinctPayloads = ((body, tuple(range(world_size))),)
+        self.plan = build_plan(self.inventories, world_size)
         self.tensors = {}
         for entry in inventory.tensors:
             data = random.Random(f"{seed} {entry.fqn}").randbytes(4 * prod(entry.shape))
@@ -111,7 +111,7 @@ class Staged:
         self.arena = arena
         self._files = state.files(rank, step)
         details = SnapshotMetadata(
-            overwrite, {"note": 1}, {"dist_ckpt": "0"}, STAGED_AT, state.bodies, replicas
+            overwrite, {"note": 1}, {"dist_ckpt": "0"}, STAGED_AT, state.inventories, replicas
         )
         self.snapshot = Snapshot(
             name,

@@ -38,7 +38,7 @@ from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.saving.save import SaveOptions, save_together
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.openers import OPENER
+from dist_ckpt.default_opener import OPENER
 from dist_ckpt.reports import LoadReport, SaveReport
 from dist_ckpt.testing import thread_channel
 from dist_ckpt.testing.thread_channel import TEST_CONFIG, ThreadChannel, ThreadCollective

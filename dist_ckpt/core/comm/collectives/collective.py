@@ -11,11 +11,11 @@ from dist_ckpt.reports import IoCount
 
 T = TypeVar("T")
 
-# Identifies a body among all ranks' bodies: its xxh3-128, and its size in 8 bytes.
+# Identifies a payload among all ranks' payloads: its xxh3-128, and its size in 8 bytes.
 NAME_NBYTES = 24
 
-# The distinct bodies, each with the ranks that sent it.
-Bodies = tuple[tuple[bytes, tuple[int, ...]], ...]
+# The distinct payloads, each with the ranks that sent it.
+DistinctPayloads = tuple[tuple[bytes, tuple[int, ...]], ...]
 
 
 class Transfer(Protocol):
@@ -43,8 +43,8 @@ class Collective(Protocol):
     def renew(self, epoch: int) -> None:
         """Use connections of this number from now on; do nothing if they are in use."""
 
-    def all_gather_distinct(self, body: bytes) -> Bodies:
-        """Return all distinct bodies with the ranks that sent them, lowest rank first."""
+    def all_gather_distinct(self, payload: bytes) -> DistinctPayloads:
+        """Return all distinct payloads with the ranks that sent them, lowest rank first."""
 
     def broadcast(self, data: bytes | None) -> bytes:
         """Return the bytes of rank 0; the argument of other ranks is ignored."""
@@ -66,13 +66,13 @@ class Collective(Protocol):
         """Close the connections. Never raises."""
 
 
-def body_name(body: bytes) -> bytes:
-    """Return the name that identifies a body."""
-    return xxhash.xxh3_128_digest(body) + len(body).to_bytes(8, "little")
+def payload_name(payload: bytes) -> bytes:
+    """Return the name that identifies a payload."""
+    return xxhash.xxh3_128_digest(payload) + len(payload).to_bytes(8, "little")
 
 
-def body_nbytes(name: bytes) -> int:
-    """Return the size of the body that has this name."""
+def payload_nbytes(name: bytes) -> int:
+    """Return the size of the payload that has this name."""
     return int.from_bytes(name[16:], "little")
 
 
@@ -97,10 +97,10 @@ class SingleProcessCollective:
     def renew(self, epoch: int) -> None:
         """Do nothing: a single process has no connections."""
 
-    def all_gather_distinct(self, body: bytes) -> Bodies:
-        """Return the one body."""
+    def all_gather_distinct(self, payload: bytes) -> DistinctPayloads:
+        """Return the one payload."""
         self.calls = self.calls.plus(0)
-        return ((body, (0,)),)
+        return ((payload, (0,)),)
 
     def broadcast(self, data: bytes | None) -> bytes:
         """Return the bytes."""

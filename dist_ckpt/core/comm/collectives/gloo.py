@@ -65,32 +65,32 @@ class GlooCollective:
         """See `Collective.close`."""
         self._group = None
 
-    def all_gather_distinct(self, body: bytes) -> collective.Bodies:
+    def all_gather_distinct(self, payload: bytes) -> collective.DistinctPayloads:
         """See `Collective.all_gather_distinct`."""
         with self._connected() as group:
-            own = collective.body_name(body)
+            own = collective.payload_name(payload)
             received = bytearray(len(own) * self.world_size)
             parts = list(_tensor(received).view(self.world_size, len(own)).unbind())
             group.allgather([parts], [_tensor(bytearray(own))]).wait(self._timeout)
             starts = range(0, len(received), len(own))
             ranks = collective.ranks_by_value([bytes(received[n : n + len(own)]) for n in starts])
-            body_nbytes = collective.body_nbytes
+            payload_nbytes = collective.payload_nbytes
             buffers = {
-                name: bytearray(body if name == own else body_nbytes(name)) for name in ranks
+                name: bytearray(payload if name == own else payload_nbytes(name)) for name in ranks
             }
             sends = [
                 (senders[0], buffers[name]) for name, senders in ranks.items() if buffers[name]
             ]
             for start in range(0, len(sends), MAX_BROADCASTS):
                 self._send(group, sends[start : start + MAX_BROADCASTS])
-            bodies = []
+            payloads = []
             for name, senders in ranks.items():
-                if collective.body_name(data := bytes(buffers[name])) != name:
+                if collective.payload_name(data := bytes(buffers[name])) != name:
                     raise RuntimeError(f"data of rank {senders[0]} arrived damaged")
-                bodies.append((data, senders))
+                payloads.append((data, senders))
             is_sender = ranks[own][0] == self.rank
-            self.calls = self.calls.plus(len(own) + (len(body) if is_sender else 0))
-            return tuple(bodies)
+            self.calls = self.calls.plus(len(own) + (len(payload) if is_sender else 0))
+            return tuple(payloads)
 
     def broadcast(self, data: bytes | None) -> bytes:
         """See `Collective.broadcast`."""

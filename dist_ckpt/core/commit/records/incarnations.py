@@ -247,7 +247,7 @@ def secure_incarnation(
     for other in attempts.list_attempts(storage, path):
         is_late = restored < other and other.number < run.first
         if is_late and not attempts.is_decided(storage, path, other):
-            attempts.abandon(storage, path, other, by=by, reason=reason)
+            attempts.try_abandon(storage, path, other, by=by, reason=reason)
     current: Attempt | None = None
     with suppress(NotFoundError):
         current, _ = attempts.find_checkpoint(storage, path)

@@ -193,7 +193,7 @@ def protections_at(
     return {key[1]: texts for key in subjects if (texts := protections.of(key))}
 
 
-def check_unprotected(
+def check_replaceable(
     storage: Storage,
     path: str,
     candidates: Collection[Attempt],
@@ -306,7 +306,7 @@ def _find_protections(
     return protections_of([*of_others, *annotations], now).of(subject.key)
 
 
-def forget(
+def remove_annotations(
     storage: Storage,
     root: str,
     key: CheckpointKey,

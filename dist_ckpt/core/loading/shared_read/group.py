@@ -262,5 +262,9 @@ def gather_requests(
             rank: decode(encoded, RankBlockRequests)
             for rank, encoded in enumerate(encoded_requests)
         }
-    bodies = session.collective.all_gather_distinct(own)
-    return {rank: decode(body, RankBlockRequests) for body, holders in bodies for rank in holders}
+    payloads = session.collective.all_gather_distinct(own)
+    return {
+        rank: decode(payload, RankBlockRequests)
+        for payload, holders in payloads
+        for rank in holders
+    }

@@ -1,7 +1,7 @@
 """Merge the inventories of all ranks, and their views of one tensor into its layout.
 
-Ranks with equal inventories share a body: the inventory, and the ranks that sent it. Bodies are in
-the order of their lowest ranks, so the lowest rank with a tensor decides its position.
+Equal inventories of several ranks are merged as one `DistinctInventory`. These are in the order of
+their lowest ranks, so the lowest rank with a tensor decides its position.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ ONLY_COMPONENT = "state"
 
 
 @dataclass(frozen=True, slots=True)
-class InventoryBody:
+class DistinctInventory:
     """An inventory, and the ranks, ascending, that sent it."""
 
     inventory: Inventory
@@ -58,25 +58,29 @@ class InventoryBody:
 
 def sort_inventories(
     inventories: Iterable[tuple[Inventory, tuple[int, ...]]], world_size: int
-) -> list[InventoryBody]:
-    """Return the bodies in order. Every rank must have sent exactly one inventory."""
-    bodies = [InventoryBody(inventory, tuple(sorted(ranks))) for inventory, ranks in inventories]
-    bodies.sort(key=lambda body: body.ranks)
-    sent = sorted(rank for body in bodies for rank in body.ranks)
-    if sent != list(range(world_size)):
-        raise ValueError(f"inventories of {ranks_text(sent)} for a world of {world_size}")
-    return bodies
+) -> list[DistinctInventory]:
+    """Return the distinct inventories in order. Every rank must have sent exactly one inventory."""
+    distinct = (
+        DistinctInventory(inventory, tuple(sorted(ranks))) for inventory, ranks in inventories
+    )
+    ordered = sorted(distinct, key=lambda sent: sent.ranks)
+    ranks = sorted(rank for sent in ordered for rank in sent.ranks)
+    if ranks != list(range(world_size)):
+        raise ValueError(f"inventories of {ranks_text(ranks)} for a world of {world_size}")
+    return ordered
 
 
-def merge_aliases(bodies: Sequence[InventoryBody]) -> tuple[list[InventoryBody], dict[str, str]]:
-    """Return the bodies without aliases that differ between ranks, and the common aliases.
+def merge_aliases(
+    distinct: Sequence[DistinctInventory],
+) -> tuple[list[DistinctInventory], dict[str, str]]:
+    """Return the inventories without aliases that differ between ranks, and the common aliases.
 
     An alias that is not common becomes a tensor.
     """
-    tensors = {entry.fqn for body in bodies for entry in body.inventory.tensors}
+    tensors = {entry.fqn for sent in distinct for entry in sent.inventory.tensors}
     tied: dict[str, set[str]] = {}
-    for body in bodies:
-        for fqn, canonical in body.inventory.aliases:
+    for sent in distinct:
+        for fqn, canonical in sent.inventory.aliases:
             tied.setdefault(fqn, set()).add(canonical)
     common = {
         fqn: next(iter(targets))
@@ -84,34 +88,34 @@ def merge_aliases(bodies: Sequence[InventoryBody]) -> tuple[list[InventoryBody],
         if len(targets) == 1 and fqn not in tensors
     }
     if len(common) == len(tied):
-        return list(bodies), common
+        return list(distinct), common
     with_untied = []
-    for body in bodies:
-        entries = {entry.fqn: entry for entry in body.inventory.tensors}
+    for sent in distinct:
+        entries = {entry.fqn: entry for entry in sent.inventory.tensors}
         untied = (
             structs.replace(entries[canonical], fqn=fqn)
-            for fqn, canonical in body.inventory.aliases
+            for fqn, canonical in sent.inventory.aliases
             if fqn not in common
         )
-        tensors_here = (*body.inventory.tensors, *untied)
-        inventory = structs.replace(body.inventory, tensors=tensors_here)
-        with_untied.append(InventoryBody(inventory, body.ranks))
+        tensors_here = (*sent.inventory.tensors, *untied)
+        inventory = structs.replace(sent.inventory, tensors=tensors_here)
+        with_untied.append(DistinctInventory(inventory, sent.ranks))
     return with_untied, common
 
 
-def find_kind_problems(bodies: Sequence[InventoryBody]) -> list[str]:
+def find_kind_problems(distinct: Sequence[DistinctInventory]) -> list[str]:
     """Return a problem for each name that has different kinds on different ranks."""
     kinds: dict[str, str] = {}
     mixed: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
-    for body in bodies:
-        for kind, names in _names_by_kind(body.inventory).items():
+    for sent in distinct:
+        for kind, names in _names_by_kind(sent.inventory).items():
             for fqn in names:
                 if kinds.setdefault(fqn, kind) != kind:
                     mixed[fqn] = []
-    for body in bodies if mixed else ():
-        for kind, names in _names_by_kind(body.inventory).items():
+    for sent in distinct if mixed else ():
+        for kind, names in _names_by_kind(sent.inventory).items():
             for fqn in mixed.keys() & set(names):
-                mixed[fqn].append((kind, body.ranks))
+                mixed[fqn].append((kind, sent.ranks))
     return [f"{fqn or 'the state'}: {difference_text(sorted(mixed[fqn]))}" for fqn in sorted(mixed)]
 
 
@@ -126,34 +130,32 @@ def _names_by_kind(inventory: Inventory) -> dict[str, list[str]]:
     }
 
 
-def find_value_holders(bodies: Sequence[InventoryBody]) -> dict[str, tuple[int, ...]]:
+def find_value_holders(distinct: Sequence[DistinctInventory]) -> dict[str, tuple[int, ...]]:
     """Return the ranks, ascending, that have each value."""
-    bodies_by_value: dict[str, list[InventoryBody]] = {}
-    for body in bodies:
-        for fqn in body.inventory.values:
-            bodies_by_value.setdefault(fqn, []).append(body)
-    # One tuple for each set of bodies: they may have many values.
-    ranks_by_bodies: dict[tuple[int, ...], tuple[int, ...]] = {}
+    distinct_by_value: dict[str, list[DistinctInventory]] = {}
+    for sent in distinct:
+        for fqn in sent.inventory.values:
+            distinct_by_value.setdefault(fqn, []).append(sent)
+    # One tuple for each set of inventories: they may have many values.
+    cached_ranks: dict[tuple[int, ...], tuple[int, ...]] = {}
     value_ranks = {}
-    for fqn, value_bodies in bodies_by_value.items():
-        key = tuple(body.ranks[0] for body in value_bodies)
-        if key not in ranks_by_bodies:
-            ranks_by_bodies[key] = tuple(
-                sorted(rank for body in value_bodies for rank in body.ranks)
-            )
-        value_ranks[fqn] = ranks_by_bodies[key]
+    for fqn, with_value in distinct_by_value.items():
+        key = tuple(sent.ranks[0] for sent in with_value)
+        if key not in cached_ranks:
+            cached_ranks[key] = tuple(sorted(rank for sent in with_value for rank in sent.ranks))
+        value_ranks[fqn] = cached_ranks[key]
     return value_ranks
 
 
 def find_key_holders(
-    bodies: Sequence[InventoryBody],
+    distinct: Sequence[DistinctInventory],
 ) -> dict[str, tuple[tuple[Key, tuple[int, ...]], ...]]:
     """Return the keys of each per-rank value, and the ranks, ascending, that have each key."""
     holders: dict[str, dict[Key, list[int]]] = {}
-    for body in bodies:
-        for fqn, key in body.inventory.per_rank:
+    for sent in distinct:
+        for fqn, key in sent.inventory.per_rank:
             keys = holders.setdefault(fqn, {})
-            for rank in body.ranks:
+            for rank in sent.ranks:
                 keys.setdefault(rank if key is None else key, []).append(rank)
     return {
         fqn: tuple(
@@ -163,19 +165,19 @@ def find_key_holders(
     }
 
 
-def merge_trees(bodies: Sequence[InventoryBody], problems: list[str]) -> tuple[Node, ...]:
+def merge_trees(distinct: Sequence[DistinctInventory], problems: list[str]) -> tuple[Node, ...]:
     """Return the containers of all ranks, each with the keys of all ranks. Add problems."""
     kinds: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     keys: dict[str, dict[str, str | int]] = {}
-    for body in bodies:
-        for node in body.inventory.tree:
-            kinds.setdefault(node.fqn, []).append((node.kind, body.ranks))
+    for sent in distinct:
+        for node in sent.inventory.tree:
+            kinds.setdefault(node.fqn, []).append((node.kind, sent.ranks))
             node_keys = keys.setdefault(node.fqn, {})
             for key in node.keys:
                 if type(node_keys.setdefault(str(key), key)) is not type(key):
                     problems.append(
                         f"{node.fqn or 'the state'}: the key {key} is a number on some ranks and "
-                        f"a text on other ranks, such as {ranks_text(body.ranks)}"
+                        f"a text on other ranks, such as {ranks_text(sent.ranks)}"
                     )
     for fqn, node_kinds in kinds.items():
         if len({kind for kind, _ in node_kinds}) > 1:
@@ -189,20 +191,20 @@ def merge_trees(bodies: Sequence[InventoryBody], problems: list[str]) -> tuple[N
     )
 
 
-def merge_name_lists(bodies: Sequence[InventoryBody]) -> tuple[NameList, ...]:
+def merge_name_lists(distinct: Sequence[DistinctInventory]) -> tuple[NameList, ...]:
     """Return the lists of names, each with the names of all ranks."""
     lists: dict[str, dict[str, None]] = {}
-    for body in bodies:
-        for names in body.inventory.name_lists:
+    for sent in distinct:
+        for names in sent.inventory.name_lists:
             lists.setdefault(names.fqn, {}).update(dict.fromkeys(names.names))
     return tuple(NameList(fqn, tuple(names)) for fqn, names in lists.items())
 
 
-def merge_parameters(bodies: Sequence[InventoryBody]) -> dict[str, bool]:
+def merge_parameters(distinct: Sequence[DistinctInventory]) -> dict[str, bool]:
     """Return True for each parameter that any rank trains, and False for other parameters."""
     trainable: dict[str, bool] = {}
-    for body in bodies:
-        inventory = body.inventory
+    for sent in distinct:
+        inventory = sent.inventory
         for first, length, is_trained in inventory.parameters:
             for entry in inventory.tensors[first : first + length]:
                 trainable[entry.fqn] = is_trained or trainable.get(entry.fqn, False)
@@ -212,9 +214,9 @@ def merge_parameters(bodies: Sequence[InventoryBody]) -> dict[str, bool]:
     return trainable
 
 
-def merge_components(bodies: Sequence[InventoryBody]) -> tuple[Component, ...]:
+def merge_components(distinct: Sequence[DistinctInventory]) -> tuple[Component, ...]:
     """Return the components that have tensors, in order, with the stems of their files."""
-    inventories = [body.inventory for body in bodies]
+    inventories = [sent.inventory for sent in distinct]
     used = dict.fromkeys(i.components[entry.component] for i in inventories for entry in i.tensors)
     if len(used) > MAX_COMPONENTS:
         return (Component(ONLY_COMPONENT, ONLY_COMPONENT),)

@@ -56,12 +56,12 @@ def plan_save(
 
     Raises ValueError, with every problem, if the states of the ranks do not make one checkpoint.
     """
-    bodies, aliases = inventories.merge_aliases(
+    distinct, aliases = inventories.merge_aliases(
         inventories.sort_inventories(distinct_inventories, world_size)
     )
-    problems = inventories.find_kind_problems(bodies)
-    tree = inventories.merge_trees(bodies, problems)
-    tensors = _merge_tensors(bodies, problems)
+    problems = inventories.find_kind_problems(distinct)
+    tree = inventories.merge_trees(distinct, problems)
+    tensors = _merge_tensors(distinct, problems)
     if problems:
         listed = "".join(f"\n  {problem}" for problem in problems)
         remedy = remedy_of_parts(problems, "wrap values that differ by design in dc.PerRank")
@@ -73,7 +73,7 @@ def plan_save(
         [TensorOwnership(fqn, DTYPES[t.dtype].itemsize, t.layout) for fqn, t in tensors.items()],
         world_size,
     )
-    components = inventories.merge_components(bodies)
+    components = inventories.merge_components(distinct)
     numbers = {component.name: number for number, component in enumerate(components)}
     layouts: dict[int, tuple[int, Layout]] = {}
     records: dict[str, TensorRecord] = {}
@@ -86,13 +86,13 @@ def plan_save(
         record = TensorRecord(tensor.dtype, tensor.shape, number, rotation, component)
         records[fqn] = equal_records.setdefault(record, record)
     # A tensor that is linkable on any rank goes to a separate file, which later saves can link.
-    fqns = frozenset(fqn for body in bodies for fqn in body.inventory.linkable)
+    fqns = frozenset(fqn for sent in distinct for fqn in sent.inventory.linkable)
     components, linkable = inventories.split_off_linkable(components, records, fqns)
-    values, keys = inventories.find_value_holders(bodies), inventories.find_key_holders(bodies)
-    trained = inventories.merge_parameters(bodies)
+    values, keys = inventories.find_value_holders(distinct), inventories.find_key_holders(distinct)
+    trained = inventories.merge_parameters(distinct)
     catalog = Catalog(
         world_size=world_size,
-        mesh=next((body.inventory.mesh for body in bodies if body.inventory.mesh), ()),
+        mesh=next((sent.inventory.mesh for sent in distinct if sent.inventory.mesh), ()),
         components=components,
         layouts=tuple(layout for _, layout in layouts.values()),
         tensors=records,
@@ -102,8 +102,8 @@ def plan_save(
         parameters={fqn: trained[fqn] for fqn in records if fqn in trained} if trained else {},
     )
     split = {fqn: t.layout for fqn, t in tensors.items() if stored[fqn][0] is not t.layout}
-    names = inventories.merge_name_lists(bodies)
-    numpy = tuple(dict.fromkeys(fqn for body in bodies for fqn in body.inventory.numpy))
+    names = inventories.merge_name_lists(distinct)
+    numpy = tuple(dict.fromkeys(fqn for sent in distinct for fqn in sent.inventory.numpy))
     return SavePlan(catalog, split, values, keys, tree, names, numpy, linkable)
 
 
@@ -281,16 +281,16 @@ def find_origin(local_cells: CellNumbers, fqn: str, cell: Cell) -> Origin:
 
 
 def _merge_tensors(
-    bodies: Sequence[inventories.InventoryBody], problems: list[str]
+    distinct: Sequence[inventories.DistinctInventory], problems: list[str]
 ) -> dict[str, _Tensor]:
     views: dict[View, int] = {}
-    numbers = [[views.setdefault(v, len(views)) for v in body.inventory.views] for body in bodies]
+    numbers = [[views.setdefault(v, len(views)) for v in sent.inventory.views] for sent in distinct]
     entries_by_name: dict[str, list[tuple[int, TensorEntry]]] = {}
-    for number, body in enumerate(bodies):
-        for entry in body.inventory.tensors:
+    for number, sent in enumerate(distinct):
+        for entry in sent.inventory.tensors:
             entries_by_name.setdefault(entry.fqn, []).append((number, entry))
     distinct_views, nothing = list(views), views.get(Parts(()))
-    # There are few combinations of bodies, views and shapes: merge each once.
+    # There are few combinations of inventories, views and shapes: merge each once.
     merged: dict[tuple[tuple[int, int, Shape], ...], tuple[Shape, Layout] | ValueError] = {}
     layouts: dict[Layout, Layout] = {}
     tensors = {}
@@ -298,7 +298,7 @@ def _merge_tensors(
         key = tuple((n, numbers[n][entry.view], entry.shape) for n, entry in entries)
         if key not in merged:
             rank_views = [
-                RankView(bodies[n].ranks, distinct_views[view], shape) for n, view, shape in key
+                RankView(distinct[n].ranks, distinct_views[view], shape) for n, view, shape in key
             ]
             try:
                 shape, layout = merge_views(rank_views)
@@ -308,7 +308,7 @@ def _merge_tensors(
         ownership = merged[key]
         # The dtype of a rank that holds no part of the tensor does not matter.
         holding = [e for e, (_, view, _) in zip(entries, key, strict=True) if view != nothing]
-        reports = [(bodies[n], entry) for n, entry in holding or entries]
+        reports = [(distinct[n], entry) for n, entry in holding or entries]
         disagreements = _find_disagreements(reports) if len(entries) > 1 else []
         if isinstance(ownership, ValueError):
             disagreements.append(str(ownership))
@@ -319,18 +319,18 @@ def _merge_tensors(
                 disagreements.append(f"{error}: store it in another shape")
         problems += (f"{fqn}: {problem}" for problem in disagreements)
         if not disagreements and not isinstance(ownership, ValueError):
-            body, entry = reports[0]
-            component = body.inventory.components[entry.component]
+            sent, entry = reports[0]
+            component = sent.inventory.components[entry.component]
             tensors[fqn] = _Tensor(entry.dtype, ownership[0], component, ownership[1])
     return tensors
 
 
 def _find_disagreements(
-    reports: Sequence[tuple[inventories.InventoryBody, TensorEntry]],
+    reports: Sequence[tuple[inventories.DistinctInventory, TensorEntry]],
 ) -> list[str]:
-    dtypes = [(entry.dtype, body.ranks) for body, entry in reports]
+    dtypes = [(entry.dtype, sent.ranks) for sent, entry in reports]
     components = [
-        (body.inventory.components[entry.component], body.ranks) for body, entry in reports
+        (sent.inventory.components[entry.component], sent.ranks) for sent, entry in reports
     ]
     return [
         f"{label} {difference_text(values)}"

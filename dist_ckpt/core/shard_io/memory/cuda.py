@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dist_ckpt.core.runtime.buffers import address_of
 from dist_ckpt.core.runtime.threads import DaemonThreads
-from dist_ckpt.core.shard_io.memory.protocol import CellSource
+from dist_ckpt.core.shard_io.memory.interface import CellSource
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource
 from dist_ckpt.errors import CheckpointError
 
@@ -141,7 +141,7 @@ class Fence:
         From now on every optimizer waits before its step. Optimizers outside of the state change
         weights too, and some of them step during the backward pass.
         """
-        self.join()
+        self.wait_until_staged()
         if self._hook is None:
             # A compiler that traces a step would store the events of one save in its code.
             wait = torch.compiler.disable(self.wait)
@@ -163,7 +163,7 @@ class Fence:
         if (end := self._end) is not None:  # the thread may clear it meanwhile
             end.hold()
 
-    def join(self) -> None:
+    def wait_until_staged(self) -> None:
         """Return when all is staged. CheckpointError if a device hangs."""
         thread = self._thread
         # A dropped job may end in the staging thread itself: then all is staged.
@@ -182,7 +182,7 @@ class Fence:
         Do not call this in a finalizer: it could remove the hook while a step runs the hooks.
         """
         try:
-            self.join()
+            self.wait_until_staged()
         finally:
             if self._hook is not None:
                 self._hook.remove()

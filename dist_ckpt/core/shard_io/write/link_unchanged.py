@@ -97,7 +97,7 @@ def write_or_link(
     wanted = write_all(NullStorage(), "", _select_files(files, tried), threads=threads, slots=slots)
     # One file after another: all threads work on the same file when it is read back.
     links = {
-        receipt[0]: _link_file(storage, folder, receipt, earlier, threads) for receipt in wanted
+        receipt.name: _link_file(storage, folder, receipt, earlier, threads) for receipt in wanted
     }
     checked = {name: number for name, number in links.items() if number is not None}
     rest = [n for n, plan in enumerate(files.plans) if plan.name not in checked]
@@ -105,11 +105,11 @@ def write_or_link(
     written = write_all(storage, folder, remaining, threads=threads, slots=slots)
     if checked and not written:
         sync_names(storage, folder)
-    unwritten = tuple(receipt for receipt in wanted if receipt[0] in checked)
+    unwritten = tuple(receipt for receipt in wanted if receipt.name in checked)
     receipts = (*unwritten, *written)
     names = {plan.name for plan in files.plans if plan.is_linkable}
-    saved = SavedFiles(folder, {r[0]: r for r in receipts if r[0] in names}, checked)
-    return SavedPart(receipts, IoCount(len(unwritten), sum(r[1] for r in unwritten)), saved)
+    saved = SavedFiles(folder, {r.name: r for r in receipts if r.name in names}, checked)
+    return SavedPart(receipts, IoCount(len(unwritten), sum(r.nbytes for r in unwritten)), saved)
 
 
 def _select_files(files: RankFiles, numbers: Sequence[int]) -> RankFiles:

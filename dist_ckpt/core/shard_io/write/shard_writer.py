@@ -20,7 +20,7 @@ from dist_ckpt.core.format import checksums
 from dist_ckpt.core.planning.plan import Batch, BatchPart, FilePlan, FileReceipt
 from dist_ckpt.core.runtime.buffers import BufferPool, address_of, copy, move
 from dist_ckpt.core.runtime.threads import WORK_STALL_S, parallel_for, stream_results
-from dist_ckpt.core.shard_io.memory.protocol import CellSource
+from dist_ckpt.core.shard_io.memory.interface import CellSource
 from dist_ckpt.core.storage import WritableFile
 from dist_ckpt.errors import ConflictError, StorageError
 
@@ -115,7 +115,7 @@ def write_document(storage: WritableStorage, folder: str, name: str, data: bytes
         file = create_file(storage, f"{folder}/{name}", len(data), stack)
         file.write_at(0, data)
         finish_file(file, f"{folder}/{name}", len(data))
-    return name, len(data), 0, checksums.document_digest(data)
+    return FileReceipt(name, len(data), 0, checksums.document_digest(data))
 
 
 def _write_shard_files(
@@ -211,7 +211,8 @@ class _FileWrite:
             self._header[:] = header
         self._file.write_at(0, header)
         finish_file(self._file, self.path, plan.nbytes)
-        return plan.name, plan.nbytes, plan.header.nbytes, checksums.document_digest(header)
+        digest = checksums.document_digest(header)
+        return FileReceipt(plan.name, plan.nbytes, plan.header.nbytes, digest)
 
     def _gather(self, parts: Sequence[BatchPart], slot: memoryview, offset: int) -> memoryview:
         """Return the bytes of a batch in one buffer, aligned for the file."""

@@ -23,9 +23,8 @@ from dist_ckpt.core.format.index.index import Key
 from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.planning.selection import Selection
 from dist_ckpt.core.runtime.process import paused_collector
-from dist_ckpt.core.shard_io.memory.protocol import Target
-from dist_ckpt.core.state.binding.bind_optimizers import bind_optimizer
-from dist_ckpt.core.state.binding.bind_requests import (
+from dist_ckpt.core.shard_io.memory.interface import Target
+from dist_ckpt.core.state.binding.bind_context import (
     BindContext,
     FixedValue,
     NewContainer,
@@ -33,13 +32,14 @@ from dist_ckpt.core.state.binding.bind_requests import (
     fill_container,
     fill_mapping,
 )
+from dist_ckpt.core.state.binding.bind_optimizers import bind_optimizer
 from dist_ckpt.core.state.binding.sources.rename import suggest_rules
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, build_saved_tree
 from dist_ckpt.core.state.binding.template import Template, read_template
 from dist_ckpt.core.state.modules import ModulePart, ModuleState
 from dist_ckpt.core.state.tensors.local_tensors import PLAIN
 from dist_ckpt.core.state.tensors.read_tensor import is_meta
-from dist_ckpt.core.state.tree.containers import container_entries, join, kind_of
+from dist_ckpt.core.state.tree.containers import child_name, container_entries, kind_of
 from dist_ckpt.core.state.tree.state_tree import (
     Branch,
     ModuleLeaf,
@@ -262,7 +262,8 @@ def _bind_branch(context: BindContext, name: str, tree: Branch) -> Value | None:
     context.split_value(name)
     context.check_keys(name, tree.children)
     bound = {
-        key: _bind_node(context, join(name, key), child) for key, child in tree.children.items()
+        key: _bind_node(context, child_name(name, key), child)
+        for key, child in tree.children.items()
     }
     values = {key: value for key, value in bound.items() if value is not None}
     return partial(fill_container, tree.kind, tree.live, values) if values else None
@@ -366,7 +367,7 @@ def _bind_live(context: BindContext, fqn: str, state: ModuleState) -> dict[str, 
     assigned: dict[str, object] = {}
     tied = _tied_to_saved(context, fqn, state)
     for name in (name for name in state.live if name not in tied):
-        full, live = join(fqn, name), state.live[name]
+        full, live = child_name(fqn, name), state.live[name]
         # A hook may have copied the tensor in the state dict, so the live tensor is filled.
         leaf = TensorLeaf(live) if type(live) in PLAIN else read_tensor(live, full)
         if isinstance(leaf, SubclassLeaf):
@@ -379,7 +380,7 @@ def _bind_live(context: BindContext, fqn: str, state: ModuleState) -> dict[str, 
             if is_meta(live):
                 assigned[name] = created[id(live)] = value
     for name in tied:
-        context.restored[join(fqn, name)] = None
+        context.restored[child_name(fqn, name)] = None
         if (twin := created.get(id(state.live[name]))) is not None:
             assigned[name] = twin
     return assigned
@@ -392,9 +393,9 @@ def _tied_to_saved(context: BindContext, fqn: str, state: ModuleState) -> set[st
         names.setdefault(id(live), []).append(name)
     tied: set[str] = set()
     for twins in names.values() if len(names) < len(state.live) else ():
-        selected = [name for name in twins if context.is_selected(join(fqn, name))]
-        if any(context.saved.tensor(join(fqn, name)) for name in selected):
-            tied.update(name for name in selected if not context.has(join(fqn, name)))
+        selected = [name for name in twins if context.is_selected(child_name(fqn, name))]
+        if any(context.saved.tensor(child_name(fqn, name)) for name in selected):
+            tied.update(name for name in selected if not context.has(child_name(fqn, name)))
     return tied
 
 
@@ -414,7 +415,7 @@ def _load_part(
     live = {name: tensor for name, tensor in live.items() if name in part.keys}
     assigned = {name: tensor for name, tensor in assigned.items() if name in part.keys}
     extras = {name: value for name, value in extras.items() if name in part.keys}
-    restored = any(join(fqn, name) in context.restored for name in live)
+    restored = any(child_name(fqn, name) in context.restored for name in live)
     whole = part.has_own_load() and (restored or extras)
 
     def assign() -> None:

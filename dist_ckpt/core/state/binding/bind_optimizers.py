@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from dist_ckpt.core.state.binding.bind_requests import BindContext, FixedValue, NewContainer, Value
+from dist_ckpt.core.state.binding.bind_context import BindContext, FixedValue, NewContainer, Value
 from dist_ckpt.core.state.binding.new_subclasses import subclass_types
 from dist_ckpt.core.state.binding.targets import PlacementHint
 from dist_ckpt.core.state.fsdp1.optimizers import FlatOptimizer
@@ -32,7 +32,7 @@ from dist_ckpt.core.state.named_optimizers import (
 )
 from dist_ckpt.core.state.optimizer_state import GROUPS, STATE, OptimizerState, reported_state
 from dist_ckpt.core.state.tensors.read_tensor import is_meta
-from dist_ckpt.core.state.tree.containers import PathKey, container_entries, is_mapping, join
+from dist_ckpt.core.state.tree.containers import PathKey, child_name, container_entries, is_mapping
 from dist_ckpt.core.state.tree.state_tree import (
     OptimizerLeaf,
     PlainLeaf,
@@ -140,7 +140,7 @@ class _GroupBinding:
         """Return False if a pattern leaves out this hyperparameter of a loaded group."""
         selected = self.context.is_selected
         names = (self.fqn, *self.sources)
-        return all(selected(join(name, key)) for name in names if selected(name))
+        return all(selected(child_name(name, key)) for name in names if selected(name))
 
     def _check_agreement(self, saved: Mapping[str, Mapping[str, Value]]) -> None:
         """Report plain hyperparameters that differ between saved groups."""
@@ -239,10 +239,10 @@ def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
             "materialize the module (`to_empty`) and create the optimizer then"
         )
         return
-    state, groups = join(fqn, STATE), join(fqn, GROUPS)
+    state, groups = child_name(fqn, STATE), child_name(fqn, GROUPS)
     context.split_value(groups)
     # The saved group of each parameter.
-    names_of_groups = takewhile(context.has, (join(groups, number) for number in count()))
+    names_of_groups = takewhile(context.has, (child_name(groups, number) for number in count()))
     saved = {param: name for name in names_of_groups for param in context.parameter_names(name)}
     stored = _stored_names(optimizer, names, saved)
     if saved and all(name.isdecimal() for name in saved):
@@ -255,19 +255,19 @@ def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
         for parameter in filter(optimizer.has_state_here, group["params"]):
             name = stored[id(parameter)]
             hint = PlacementHint(parameter, names[id(parameter)].rule_name, on_host, classes)
-            full = join(state, name)
+            full = child_name(state, name)
             if name in saved and not context.has(full) and context.saved.is_stepless(full):
                 _drop_state(context, full, optimizer, parameter)
             else:
                 _bind_state(context, full, optimizer, hint)
         params = [stored[id(parameter)] for parameter in group["params"]]
-        full = join(groups, number)
+        full = child_name(groups, number)
         # A group without parameters or saved names takes the saved group of the same number.
         sources = (
             dict.fromkeys(saved[n] for n in params if n in saved) if params and saved else [full]
         )
         binding = _GroupBinding(context, full, group, [*sources])
-        binding.bind(defaults, (join(state, name) for name in params))
+        binding.bind(defaults, (child_name(state, name) for name in params))
     _bind_shared(context, state, optimizer, saved)
     if isinstance(optimizer, FlatOptimizer):
         _bind_flat(context, state, optimizer, stored)
@@ -286,7 +286,7 @@ def _bind_flat(
     """
     for parts in optimizer.parts_in_one_state():
         here = [stored[id(part)] for part in parts]
-        lacking = [name for name in here if not context.selected_leaves(join(state, name))]
+        lacking = [name for name in here if not context.selected_leaves(child_name(state, name))]
         if lacking and len(lacking) < len(here):
             has = next(name for name in here if name not in lacking)
             context.problems.append(
@@ -338,9 +338,11 @@ def _drop_state(
     context: BindContext, fqn: str, optimizer: OptimizerState, parameter: torch.Tensor
 ) -> None:
     live = [
-        key for key in optimizer.state.get(parameter, {}) if context.is_selected(join(fqn, key))
+        key
+        for key in optimizer.state.get(parameter, {})
+        if context.is_selected(child_name(fqn, key))
     ]
-    context.dropped += [join(fqn, key) for key in live]
+    context.dropped += [child_name(fqn, key) for key in live]
 
     def drop() -> None:
         state = optimizer.state[parameter]
@@ -368,7 +370,7 @@ def _bind_state(
         ):
             values[key] = entry
     present = {key for key, _ in saved}
-    absent = (join(fqn, key) for key in live if key not in present)
+    absent = (child_name(fqn, key) for key in live if key not in present)
     context.missing.update((name, None) for name in absent if context.is_selected(name))
 
     def assign() -> None:
@@ -393,7 +395,7 @@ def _bind_shared(
         if (value := context.request_subtree(name, tree)) is not None:
             values[key] = value
     for key in live:
-        if key in names or not context.is_selected(name := join(state, key)):
+        if key in names or not context.is_selected(name := child_name(state, key)):
             continue
         if context.children(state):
             context.missing[name] = None

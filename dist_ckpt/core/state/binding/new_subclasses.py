@@ -35,7 +35,7 @@ from dist_ckpt.core.state.tensors.tensor_subclasses import (
     subclass_record,
     unwrap,
 )
-from dist_ckpt.core.state.tree.containers import RECORD, join
+from dist_ckpt.core.state.tree.containers import RECORD, child_name
 from dist_ckpt.core.state.tree.state_tree import calling_user_code
 from dist_ckpt.errors import IncompatibleError
 
@@ -206,7 +206,7 @@ def _request_parts(
 def _read_class(
     saved: SavedTree, name: str, hint: PlacementHint
 ) -> tuple[type[torch.Tensor], Mapping[str, object]]:
-    full = join(name, RECORD)
+    full = child_name(name, RECORD)
     record = saved.value(full) if saved.is_value(full) else None
     if not _is_record(record):
         raise IncompatibleError(

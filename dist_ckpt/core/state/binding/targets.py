@@ -21,7 +21,7 @@ from dist_ckpt.core.format.index.index import TensorRecord
 from dist_ckpt.core.planning.mesh import compute_cells
 from dist_ckpt.core.planning.plan import Flattened, RuleSharded, TensorRequest, Whole
 from dist_ckpt.core.planning.selection import Selection
-from dist_ckpt.core.shard_io.memory.protocol import Target
+from dist_ckpt.core.shard_io.memory.interface import Target
 from dist_ckpt.core.shard_io.memory.torch_tensor import (
     CastTarget,
     TensorTarget,

@@ -13,7 +13,7 @@ from dist_ckpt.core.state.named_optimizers import ParameterName, name_parameters
 from dist_ckpt.core.state.optimizer_state import GROUPS
 from dist_ckpt.core.state.sharding_rules import ShardingRules, find_job_mesh
 from dist_ckpt.core.state.tensors.read_tensor import describe_target
-from dist_ckpt.core.state.tree.containers import State, join
+from dist_ckpt.core.state.tree.containers import State, child_name
 from dist_ckpt.core.state.tree.state_tree import (
     Branch,
     ObjectLeaf,
@@ -49,7 +49,11 @@ class Template:
 
     def _optimizer_names(self, fqn: str, leaf: OptimizerLeaf) -> list[str]:
         groups = enumerate(leaf.state.groups)
-        options = (join(join(fqn, GROUPS), f"{n}.{key}") for n, group in groups for key in group)
+        options = (
+            child_name(child_name(fqn, GROUPS), f"{n}.{key}")
+            for n, group in groups
+            for key in group
+        )
         return [*options, *state_names(leaf.state, self.parameters[fqn], fqn)]
 
     def mesh(self) -> tuple[tuple[str, int], ...]:

@@ -16,7 +16,7 @@ from torch import nn
 from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.state.fsdp1 import private_names
 from dist_ckpt.core.state.fsdp1.private_names import FlatParameter, Original
-from dist_ckpt.core.state.tree.containers import join
+from dist_ckpt.core.state.tree.containers import child_name
 from dist_ckpt.core.state.wrappers import FlatShard
 
 # torch's name for the result of `get_extra_state`, in every state dict
@@ -150,11 +150,13 @@ def _read(
         }
         for key, value in tensors.items():
             for name in (
-                () if id(value) in rows else private_names.clean_names(module, join(prefix, key))
+                ()
+                if id(value) in rows
+                else private_names.clean_names(module, child_name(prefix, key))
             ):
                 entries[name] = live[name] = cast[id(value)][1] if id(value) in cast else value
         if type(owner).get_extra_state is not nn.Module.get_extra_state:
-            for name in private_names.clean_names(module, join(prefix, EXTRA_STATE)):
+            for name in private_names.clean_names(module, child_name(prefix, EXTRA_STATE)):
                 extras[name] = owner
                 entries[name] = owner.get_extra_state()
     return FlatModule(entries, live, parameters, tuple(cast.values()), extras)

@@ -17,7 +17,7 @@ import torch
 from dist_ckpt.core.state.fsdp1.modules import ParameterPart
 from dist_ckpt.core.state.fsdp1.private_names import is_flattened
 from dist_ckpt.core.state.optimizer_state import OptimizerState
-from dist_ckpt.core.state.tree.containers import join
+from dist_ckpt.core.state.tree.containers import child_name
 from dist_ckpt.core.state.tree.state_tree import (
     Branch,
     ModuleLeaf,
@@ -202,7 +202,8 @@ def _replace_optimizers(tree: Tree, fqn: str, parts: ByParameter) -> Tree:
     match tree:
         case Branch():
             children = {
-                k: _replace_optimizers(t, join(fqn, k), parts) for k, t in tree.children.items()
+                k: _replace_optimizers(t, child_name(fqn, k), parts)
+                for k, t in tree.children.items()
             }
             return replace(tree, children=children)
         case ObjectLeaf():
@@ -226,9 +227,9 @@ def _replace_optimizer(leaf: OptimizerLeaf, fqn: str, parts: ByParameter) -> Opt
     for key, tree in leaf.further.items():
         if _has_tensors(tree):
             raise ValueError(
-                f"{join(fqn, key)}: {type(leaf.state.optimizer).__name__} returns tensors besides "
-                "its state, which cannot be cut into those of the parameters in FSDP1's flat ones: "
-                "use `fully_shard`"
+                f"{child_name(fqn, key)}: {type(leaf.state.optimizer).__name__} returns tensors "
+                "besides its state, which cannot be cut into those of the parameters in FSDP1's "
+                "flat ones: use `fully_shard`"
             )
     flat, names = FlatOptimizer.wrap(leaf.state, parts, fqn), leaf.names
     if names is not None and flat.parts_in_one_state():

@@ -26,9 +26,9 @@ from dist_ckpt.core.state.tensors.local_tensors import (
 )
 from dist_ckpt.core.state.tree.containers import (
     MAX_DEPTH,
+    child_name,
     container_entries,
     create_container,
-    join,
     kind_of,
 )
 from dist_ckpt.errors import IncompatibleError
@@ -79,7 +79,7 @@ def without_tensors(value: object, fqn: str, depth: int = 0) -> object:
     if entries is None or kind is None:
         return value
     return create_container(
-        kind, ((k, without_tensors(v, join(fqn, k), depth)) for k, v in entries.items())
+        kind, ((k, without_tensors(v, child_name(fqn, k), depth)) for k, v in entries.items())
     )
 
 

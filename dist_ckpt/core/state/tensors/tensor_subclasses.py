@@ -25,7 +25,7 @@ from dist_ckpt.core.planning import plan
 from dist_ckpt.core.runtime.torch_private import AsyncCollectiveTensor, StridedShard, local_tensor
 from dist_ckpt.core.state.tensors.dtensors import local_cells, plan_mesh, plan_placement
 from dist_ckpt.core.state.tensors.local_tensors import PLAIN, class_name
-from dist_ckpt.core.state.tree.containers import join
+from dist_ckpt.core.state.tree.containers import child_name
 from dist_ckpt.core.state.wrappers import LocalShard
 
 
@@ -118,7 +118,7 @@ def difference(saved: object, now: object, name: str = "") -> str | None:
     """Return a text about the first difference of two records, or None if they are equal."""
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         both = {key: (saved.get(key), now.get(key)) for key in {**now, **saved}}
-        problems = (difference(*pair, join(name, key)) for key, pair in both.items())
+        problems = (difference(*pair, child_name(name, key)) for key, pair in both.items())
         return next(filter(None, problems), None)
     return None if _are_alike(saved, now) else f"saved with {name} {saved!r}, the state has {now!r}"
 

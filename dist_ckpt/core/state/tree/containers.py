@@ -76,9 +76,9 @@ def find_enclosing_subclass(name: str, values: Container[str]) -> str | None:
     `values` are the names of a checkpoint's values, among them the records of tensor subclasses.
     """
     _, *above = names_above(name)
-    return next((outer for outer in reversed(above) if join(outer, RECORD) in values), None)
+    return next((outer for outer in reversed(above) if child_name(outer, RECORD) in values), None)
 
 
-def join(fqn: str, key: PathKey) -> str:
+def child_name(fqn: str, key: PathKey) -> str:
     """Return the name of a container's child."""
     return f"{fqn}.{key}" if fqn else str(key)

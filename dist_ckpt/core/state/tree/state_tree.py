@@ -42,9 +42,9 @@ from dist_ckpt.core.state.tree.containers import (
     RECORD,
     PathKey,
     State,
+    child_name,
     container_entries,
     is_mapping,
-    join,
     kind_of,
 )
 from dist_ckpt.core.state.wrappers import RNG, Named, PerRank
@@ -139,9 +139,9 @@ def walk(tree: Tree, fqn: str = "", *, tensors: bool = True) -> Iterator[tuple[s
         return
     for key, child in children_of(tree).items():
         if not isinstance(child, TensorLeaf):
-            yield from walk(child, join(fqn, key), tensors=tensors)
+            yield from walk(child, child_name(fqn, key), tensors=tensors)
         elif tensors:
-            yield join(fqn, key), child  # without a generator for each
+            yield child_name(fqn, key), child  # without a generator for each
 
 
 def without_frozen(selection: Selection, root: Tree) -> Selection:
@@ -158,7 +158,9 @@ def requires_grad(root: Tree) -> dict[str, bool]:
     named: dict[str, bool] = {}
     for fqn, tree in walk(root):
         if isinstance(tree, ModuleLeaf):
-            named |= {join(fqn, name): trained for name, trained in tree.state.parameters().items()}
+            named |= {
+                child_name(fqn, name): trained for name, trained in tree.state.parameters().items()
+            }
         elif isinstance(tree, TensorLeaf) and isinstance(tree.value, torch.nn.Parameter):
             named[fqn] = tree.value.requires_grad
     return named
@@ -176,7 +178,7 @@ def selectable_names(tree: Tree, optimizer_names: OptimizerNames, fqn: str = "")
         yield from optimizer_names(fqn, tree)
     elif isinstance(tree, Branch | ModuleLeaf):
         for key, child in tree.children.items():
-            yield from selectable_names(child, optimizer_names, join(fqn, key))
+            yield from selectable_names(child, optimizer_names, child_name(fqn, key))
 
 
 def select_leaves(
@@ -195,7 +197,8 @@ def select_leaves(
     chosen = {
         key: child
         for key, whole in tree.children.items()
-        if (child := select_leaves(whole, join(fqn, key), selection, optimizer_names)) is not None
+        if (child := select_leaves(whole, child_name(fqn, key), selection, optimizer_names))
+        is not None
     }
     if not chosen and (tree.children or fqn not in selection):
         return None
@@ -204,8 +207,8 @@ def select_leaves(
     if not is_mapping(tree.kind) and len(chosen) < len(tree.children):
         lost = next(key for key in tree.children if key not in chosen)
         raise ValueError(
-            f"{join(fqn, lost)}: an item of a {tree.kind} cannot be left out of a save, because "
-            f"the others would move. Leave all of {fqn!r} out, or make it a dict"
+            f"{child_name(fqn, lost)}: an item of a {tree.kind} cannot be left out of a save, "
+            f"because the others would move. Leave all of {fqn!r} out, or make it a dict"
         )
     return replace(tree, children=chosen)
 
@@ -257,7 +260,7 @@ def read_tensor(value: object, fqn: str) -> TensorLeaf | SubclassLeaf:
     if type(value) in PLAIN or not is_wrapper_subclass(value):
         return TensorLeaf(value)
     inner = inner_tensors(value, fqn)
-    leaves = {name: read_tensor(tensor, join(fqn, name)) for name, tensor in inner.items()}
+    leaves = {name: read_tensor(tensor, child_name(fqn, name)) for name, tensor in inner.items()}
     return SubclassLeaf(value, leaves, subclass_record(value, fqn))
 
 
@@ -335,10 +338,10 @@ def _read_container(
         return PlainLeaf(value)
     if isinstance(value, list | tuple) and all(isinstance(part, nn.Module) for part in value):
         # The modules are parts of one model, unless two of them have the same names.
-        states = [_read_module_state(module, join(fqn, n)) for n, module in enumerate(value)]
+        states = [_read_module_state(module, child_name(fqn, n)) for n, module in enumerate(value)]
         if (whole := merge_states(states)) is not None:
             return _read_module(whole, fqn, above)
-        models = (_read_module(state, join(fqn, n), above) for n, state in enumerate(states))
+        models = (_read_module(state, child_name(fqn, n), above) for n, state in enumerate(states))
         return Branch(kind_of(value) or "list", value, dict(enumerate(models)))
     children = _children(entries, fqn, above)
     if all(isinstance(child, PlainLeaf) for child in children.values()):
@@ -365,13 +368,15 @@ def _children(
     for key in entries:
         _check_key(key, fqn or "the state")
     leaves = {  # most children are tensors, for which no name is built here
-        key: TensorLeaf(child) if type(child) is torch.Tensor else _leaf(child, join(fqn, key))
+        key: TensorLeaf(child)
+        if type(child) is torch.Tensor
+        else _leaf(child, child_name(fqn, key))
         for key, child in entries.items()
     }
     # All other children may run user code with collectives. So all ranks read them in the same
     # order, sorted by key.
     further = {
-        key: _read_further(entries[key], join(fqn, key), above)
+        key: _read_further(entries[key], child_name(fqn, key), above)
         for key in sorted((key for key, leaf in leaves.items() if leaf is None), key=str)
     }
     return {key: further[key] if leaf is None else leaf for key, leaf in leaves.items()}
@@ -404,10 +409,12 @@ def _read_module(state: ModuleState, fqn: str, above: tuple[int, ...]) -> Module
     children: dict[PathKey, Tree] = {}
     for name, value in state.entries.items():
         if name not in state.live:
-            children[name] = read_value(value, join(fqn, name), above)
+            children[name] = read_value(value, child_name(fqn, name), above)
         else:
             plain = type(value) in PLAIN  # most are, and then no name is built here
-            children[name] = TensorLeaf(value) if plain else read_tensor(value, join(fqn, name))
+            children[name] = (
+                TensorLeaf(value) if plain else read_tensor(value, child_name(fqn, name))
+            )
     return ModuleLeaf(state, children)
 
 

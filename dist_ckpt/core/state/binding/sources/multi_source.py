@@ -23,7 +23,7 @@ from dist_ckpt.core.state.binding.sources.saved_tree import (
     state_name,
     tag,
 )
-from dist_ckpt.core.state.tree.containers import RECORD, PathKey, is_mapping, join
+from dist_ckpt.core.state.tree.containers import RECORD, PathKey, child_name, is_mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ def _renumber(saved: SavedTree, groups: Mapping[str, str | None]) -> SavedTree:
 def _state_names(saved: SavedTree) -> Iterator[str]:
     """Yield the name of the state of each parameter in the groups."""
     for group, params in saved.params.items():
-        yield from (join(state_name(group), name) for name in params)
+        yield from (child_name(state_name(group), name) for name in params)
 
 
 def _group_number(group: str) -> int:

@@ -13,7 +13,7 @@ from itertools import count, takewhile
 from operator import eq
 
 from dist_ckpt.core.planning.selection import names_above
-from dist_ckpt.core.state.tree.containers import join
+from dist_ckpt.core.state.tree.containers import child_name
 
 _WILDCARD = re.compile(r"(\*+|\{[^{}]*\}|[{}])")
 # Limit of the missing names to examine: each one is compared with all unclaimed saved names.
@@ -248,7 +248,7 @@ def suggest_rules(
             if _is_ambiguous(old, new, pairs.values(), all_free):
                 continue
             if len(pairs) > len(best):
-                best, rule = pairs, (join(old, "*"), join(new, "*"))
+                best, rule = pairs, (child_name(old, "*"), child_name(new, "*"))
         if best:
             rules[rule[0]] = rule[1]
             covered.update(best)
@@ -296,7 +296,7 @@ def _is_ambiguous(old: str, new: str, saved: Collection[str], names: Collection[
         return number != "0"
     start = f"{above}." if above else ""
     tops = {name[len(start) :].partition(".")[0] for name in names if name.startswith(start)}
-    siblings = [join(above, top) for top in tops if top.isdigit() and top != number]
+    siblings = [child_name(above, top) for top in tops if top.isdigit() and top != number]
     return any(_replace_prefix(name, old, other) in names for name in saved for other in siblings)
 
 
@@ -309,4 +309,4 @@ def _is_below(name: str, above: str) -> bool:
 
 
 def _replace_prefix(name: str, above: str, new_above: str) -> str:
-    return join(new_above, name[len(above) + 1 :] if above else name)
+    return child_name(new_above, name[len(above) + 1 :] if above else name)

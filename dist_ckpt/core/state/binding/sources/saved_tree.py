@@ -17,8 +17,8 @@ from dist_ckpt.core.state.tree.containers import (
     RECORD,
     PathKey,
     check_kind,
+    child_name,
     is_mapping,
-    join,
 )
 from dist_ckpt.errors import CorruptError
 
@@ -164,7 +164,7 @@ class SavedTree:
 
     def is_wrapper_subclass(self, name: str) -> bool:
         """Return True if the name is that of a tensor subclass."""
-        return join(name, RECORD) in self.leaves
+        return child_name(name, RECORD) in self.leaves
 
     def describe_kind(self, name: str) -> str | None:
         """Return a text for the kind of a saved name; None if nothing was saved."""
@@ -175,7 +175,7 @@ class SavedTree:
         if self.is_value(name):
             return "a value without tensors"
         if self.is_wrapper_subclass(name):
-            saved = self.main.get(self.leaves[join(name, RECORD)])
+            saved = self.main.get(self.leaves[child_name(name, RECORD)])
             name_of_class = saved.get("class") if isinstance(saved, Mapping) else None
             return f"the parts of a {name_of_class or 'tensor subclass'}"
         return "a container with tensors" if self.contains(name) else None
@@ -284,11 +284,13 @@ def build_saved_tree(
         )
     # A parameter without saved state has its name only in the groups.
     stems = ((state_name(group), params) for group, params in groups.items())
-    states = {join(stem, p): (stem, p) for stem, params in stems for p in params}
+    states = {child_name(stem, p): (stem, p) for stem, params in stems for p in params}
     # Only state of saved parameters moves with its parameter. Older checkpoints, and those of
     # torch's helpers, have other names in the groups.
     saved = {*catalog.tensors, *catalog.aliases, *catalog.values} if rename else set()
-    movable = {n: of for n, of in states.items() if of[1] in saved or join(of[1], RECORD) in saved}
+    movable = {
+        n: of for n, of in states.items() if of[1] in saved or child_name(of[1], RECORD) in saved
+    }
     renamed, problems = rules.apply(dict.fromkeys((*names, *states)), movable)
     if problems:
         renamed = dict(zip(names, names, strict=True))
@@ -371,7 +373,7 @@ def _read_containers(
     for fqn, node in nodes.items():
         new = moved[fqn]
         children = _children(node, renamed, moved)
-        fitting = [(key, child) for key, child in children if child == join(new, key)]
+        fitting = [(key, child) for key, child in children if child == child_name(new, key)]
         if not node.keys or fitting or not fqn:
             if kinds.setdefault(new, node.kind) != node.kind:
                 kinds[new] = "dict"  # a rename has merged two containers
@@ -418,7 +420,7 @@ def _children(
 ) -> Iterator[tuple[PathKey, str]]:
     """Yield each key of a container and the new name of its child, without dropped children."""
     for key in node.keys:
-        child = join(node.fqn, key)
+        child = child_name(node.fqn, key)
         # A save writes no empty keys; one would make a container its own child.
         new = moved[child] if child in moved else renamed.get(child)
         if new is not None and key != "":

@@ -22,9 +22,9 @@ from dist_ckpt.core.state.tensors.tensor_subclasses import difference
 from dist_ckpt.core.state.tree.containers import (
     RECORD,
     PathKey,
+    child_name,
     container_entries,
     create_container,
-    join,
 )
 from dist_ckpt.core.state.tree.state_tree import (
     ObjectLeaf,
@@ -235,10 +235,10 @@ class BindContext:
         saved = {str(key): key for key, _ in entries}
         for key in keys:
             other = saved.get(str(key), key)
-            if type(other) is not type(key) and self.is_selected(join(name, key)):
+            if type(other) is not type(key) and self.is_selected(child_name(name, key)):
                 self.problems.append(
-                    f"{join(name, key)}: saved under the key {other!r}, the state has {key!r}: "
-                    "use the same class of key"
+                    f"{child_name(name, key)}: saved under the key {other!r}, the state has "
+                    f"{key!r}: use the same class of key"
                 )
 
     def split_value(self, name: str) -> None:
@@ -251,7 +251,7 @@ class BindContext:
             return
         if (entries := container_entries(value)) is not None:
             self.claim(name)
-            self._split.update((join(name, key), item) for key, item in entries.items())
+            self._split.update((child_name(name, key), item) for key, item in entries.items())
 
     def children(self, name: str) -> Sequence[tuple[PathKey, str]]:
         """Return the key and the name of each child below a saved name."""
@@ -288,12 +288,12 @@ class BindContext:
             self.report_mismatch(name, f"a {cls}", "load into a plain tensor, then convert that")
             return
         for attribute, inner in leaf.inner.items():
-            full = join(name, attribute)
+            full = child_name(name, attribute)
             if isinstance(inner, SubclassLeaf):
                 self.request_subclass(full, inner)
             elif self.request_tensor(full):
                 self.targets.request_fill(full, inner, as_bits=True)
-        if not self.is_selected(full := join(name, RECORD)):
+        if not self.is_selected(full := child_name(name, RECORD)):
             return
         if (record := self.request_value(full)) is None:
             self.report_mismatch(full, "the record of a tensor subclass")
@@ -377,7 +377,7 @@ class BindContext:
         return {
             str(key): value
             for key, tree in trees.items()
-            if not self.is_missing(name := join(fqn, key))
+            if not self.is_missing(name := child_name(fqn, key))
             and (value := self.request_subtree(name, tree)) is not None
         }
 

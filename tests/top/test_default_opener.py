@@ -12,7 +12,7 @@ import pytest
 
 import dist_ckpt as dc
 from dist_ckpt.core.checkpoint.checkpoint import open as open_native
-from dist_ckpt.openers import OPENER
+from dist_ckpt.default_opener import OPENER
 
 
 def test_the_front_door_gives_the_opener_to_each_function_of_the_core_that_takes_one() -> None:
