@@ -10,14 +10,13 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import ParamSpec, TypeVar
 
 from dist_ckpt.async_save.snapshots.recovered_snapshots import find_files_on_host
 from dist_ckpt.core.checkpoint.opener import MemorySource, Opener
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.interop.registry import foreign_at
-from dist_ckpt.runs.selectors import resolve_at, resolve_with_lease
+from dist_ckpt.runs.selectors import resolve_with_lease
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -29,16 +28,9 @@ def _open(path: str | os.PathLike[str], *, direct_reads: bool = False) -> tuple[
     return foreign_at(storage, text) or storage, text
 
 
-def _resolve(storage: Storage, path: str, stack: ExitStack | None) -> str:
-    if stack is not None:
-        return resolve_with_lease(storage, path, stack)
-    checkpoint = resolve_at(storage, path)
-    return path if checkpoint is None else checkpoint.path
-
-
 # Opens our checkpoints, selectors of runs, and safetensors files. Snapshots that background saves
 # have left in this host's memory are loaded from there.
-OPENER = Opener("default", _open, _resolve, MemorySource(find_files_on_host))
+OPENER = Opener("default", _open, resolve_with_lease, MemorySource(find_files_on_host))
 
 
 def with_opener(function: Callable[P, R]) -> Callable[P, R]:

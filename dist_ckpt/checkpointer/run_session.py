@@ -282,7 +282,8 @@ class RunSession:
                     raise ValueError(f"backup(step) differs between ranks: {gathered}")
                 storage, root = open_storage(real_path(self.root))
                 checkpoint = select(list_run(storage, root, now=time.time()), selector)
-                making.decide(plan_backup_at(storage, checkpoint.path, overwrite=overwrite).run())
+                plan = plan_backup_at(storage, checkpoint.path, overwrite=overwrite)
+                making.decide(plan.run(None))
         return making.result(str)
 
     def act(self, boundary: Boundary, step: int, make_state: MakeState) -> None:

@@ -184,11 +184,11 @@ def run_plan(plan: WritePlan[Result], label: str, *, dry_run: bool, as_json: boo
         _print_plan(plan, as_json=as_json)
         return None
     with progress(label) as update:
-        return plan.run(progress=update)
+        return plan.run(update)
 
 
 def _print_plan(plan: WritePlan[Any], *, as_json: bool) -> None:
-    sizes = plan.files
+    sizes = plan.list_files()
     nbytes = sum(sizes.values())
     if as_json:
         files = [PlannedFile(name=name, nbytes=num) for name, num in sizes.items()]

@@ -168,7 +168,7 @@ def plan_import(
 
 
 def _import(kind: str, source: StrPath, target: StrPath, options: ImportOptions) -> SaveReport:
-    return plan_import(kind, source, target, options).run(progress=options.get("progress"))
+    return plan_import(kind, source, target, options).run(options.get("progress"))
 
 
 def open_pickled(kind: str, path: StrPath, import_filter: ImportFilter) -> tuple[Storage, str]:

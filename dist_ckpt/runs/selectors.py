@@ -165,16 +165,17 @@ def lease_selected(
     raise AssertionError
 
 
-def resolve_with_lease(storage: Storage, path: str, stack: ExitStack) -> str:
+def resolve_with_lease(storage: Storage, path: str, stack: ExitStack | None) -> str:
     """Resolve a path like `resolve`, and lease the checkpoint until the stack ends.
 
-    The checkpoint is not leased if its root has no records of a run, or cannot be written. A path
-    without a selector is returned as it is, without a lease or a call of the storage.
+    The checkpoint is not leased without a `stack`, or if its root has no records of a run, or
+    cannot be written. A path without a selector is returned as it is, without a lease or a call of
+    the storage.
     """
     if (first := resolve_at(storage, path)) is None:
         return path
     root = first.path.rpartition("/")[0]
-    if first.where is None or not can_lease(storage, root):
+    if stack is None or first.where is None or not can_lease(storage, root):
         return first.path
     try:
         return lease_selected(

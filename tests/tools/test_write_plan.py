@@ -57,10 +57,10 @@ def base(tmp_path: Path) -> Path:
 def test_a_run_of_a_plan_writes_its_target(name: str, base: Path) -> None:
     plan = PLANS[name](base)
     assert not (base / "new").exists()
-    nbytes = sum(plan.files.values())
+    nbytes = sum(plan.list_files().values())
     assert nbytes > 0
     calls: list[tuple[int, int]] = []
-    result = plan.run(progress=lambda done, total: calls.append((done, total)))
+    result = plan.run(lambda done, total: calls.append((done, total)))
     assert 0 < calls[-1][0] <= calls[-1][1]
     assert Path(plan.path) == base / "new"
     assert (base / "new").exists()
@@ -72,7 +72,7 @@ def test_a_target_that_was_taken_after_the_plan_is_refused(name: str, base: Path
     plan = PLANS[name](base)
     dc.save({"x": 1}, base / "new")
     with pytest.raises(dc.ExistsError):
-        plan.run()
+        plan.run(None)
     assert list(dc.open(base / "new").objects) == ["x"]
 
 
@@ -81,7 +81,7 @@ def test_a_source_that_was_removed_after_the_plan_is_not_found(name: str, base: 
     plan = PLANS[name](base)
     dc.delete(base / "run" / "s2")
     with pytest.raises(dc.NotFoundError):
-        plan.run()
+        plan.run(None)
     assert not (base / "new").exists()
 
 
@@ -89,14 +89,14 @@ def test_a_file_that_was_changed_after_the_plan_is_refused(base: Path) -> None:
     plan = CHECKPOINTS["shrew"](base)
     shrew.export_file(base / "run" / "s1", base / "a.shrew", overwrite=True)
     with pytest.raises(dc.CorruptError, match=r"a\.shrew was changed after it was checked"):
-        plan.run()
+        plan.run(None)
     assert not (base / "new").exists()
 
 
 def test_an_average_reads_the_sources_of_its_plan(base: Path) -> None:
     plan = CHECKPOINTS["average"](base)
     dc.save({"model": {"w": torch.full((4, 3), 9.0)}}, base / "run" / "s3", step=3)
-    plan.run()
+    plan.run(None)
     state = {"model": {"w": torch.zeros(4, 3)}}
     dc.load(state, base / "new")
     assert state["model"]["w"].unique().item() == 1.5
@@ -108,5 +108,5 @@ def test_a_backup_that_was_made_after_the_plan_is_used(base: Path) -> None:
     plan = plan_backup(base / "run" / "s2")
     dc.backup(base / "run" / "s2")
     (before,) = (base / "run" / "backup" / "s2").glob("a*-*")
-    assert plan.run() == str(base / "run" / "backup" / "s2")
+    assert plan.run(None) == str(base / "run" / "backup" / "s2")
     assert [*(base / "run" / "backup" / "s2").glob("a*-*")] == [before]

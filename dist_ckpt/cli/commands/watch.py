@@ -21,6 +21,7 @@ from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError
 from dist_ckpt.reports import format_size
 from dist_ckpt.runs import retention_policy as policies
+from dist_ckpt.runs.listing import Listing
 from dist_ckpt.runs.retention_policy import RetentionPolicy
 from dist_ckpt.runs.watch_changes import (
     RunObservation,
@@ -130,34 +131,20 @@ def _document(
     run: RunObservation | None, root: str, events: Sequence[str], keep: RetentionPolicy | None
 ) -> WatchResult:
     """Return the document of an observation. `run` is None if the folder does not exist yet."""
-    if run is None:
-        return WatchResult(
-            root=root,
-            at=time.time(),
-            changes=tuple(events),
-            incarnation=None,
-            last_liveness=None,
-            step=None,
-            problem="",
-            checkpoints=(),
-        )
+    run = run or RunObservation(time.time(), Listing(root, (), ()))
     reasons, newest = kept_by(run, keep), run.newest
     rows = []
     for checkpoint in run.listing.checkpoints:
         status = run.writing.get(checkpoint.path)
-        row = extend(
-            checkpoint,
-            WatchedRow,
-            nbytes_written=None if status is None else status.nbytes,
-            kept_by=reasons.get(checkpoint.path, ()),
-        )
-        rows.append(row)
-    return WatchResult(
+        nbytes_written = None if status is None else status.nbytes
+        kept = reasons.get(checkpoint.path, ())
+        rows.append(extend(checkpoint, WatchedRow, nbytes_written=nbytes_written, kept_by=kept))
+    return extend(
+        run,
+        WatchResult,
         root=root,
-        at=run.at,
         changes=tuple(events),
         incarnation=None if run.incarnation is None else run.incarnation.number,
-        last_liveness=run.last_liveness,
         step=None if newest is None else newest.step,
         problem=run.listing.history_problem,
         checkpoints=tuple(rows),

@@ -60,7 +60,7 @@ def export_folder(
     exist. ExistsError if something exists there. IncompatibleError names all that DCP cannot store,
     as `export_file` of `interop.torch_save` does. Otherwise the errors of reading.
     """
-    return plan_export(source, folder, include=include, exclude=exclude).run(progress=progress)
+    return plan_export(source, folder, include=include, exclude=exclude).run(progress)
 
 
 def plan_export(

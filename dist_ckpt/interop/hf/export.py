@@ -100,7 +100,7 @@ def export_folder(  # noqa: PLR0913 - a front door
         overwrite=overwrite,
         reflink=reflink,
     )
-    return plan.run(progress=progress)
+    return plan.run(progress)
 
 
 def plan_export(  # noqa: PLR0913 - those of `export_folder`

@@ -98,7 +98,7 @@ def import_file(
     the checkpoint is complete and durable. `overwrite` replaces an existing checkpoint after that.
     Raises the errors of `read` before anything is written, and those of `dc.save`.
     """
-    return plan_import_file(file, target, overwrite=overwrite).run(progress=progress)
+    return plan_import_file(file, target, overwrite=overwrite).run(progress)
 
 
 def plan_import_file(
@@ -136,7 +136,7 @@ def export_file(  # noqa: PLR0913 - a front door
     plan = plan_export_file(
         source, file, version=version, include=include, exclude=exclude, overwrite=overwrite
     )
-    return plan.run(progress=progress)
+    return plan.run(progress)
 
 
 def plan_export_file(

@@ -90,7 +90,7 @@ def export_file(  # noqa: PLR0913 - a front door
     plan = plan_export_file(
         source, file, only=only, include=include, exclude=exclude, overwrite=overwrite
     )
-    return plan.run(progress=progress)
+    return plan.run(progress)
 
 
 def plan_export_file(

@@ -163,7 +163,10 @@ def choose_sources(
         ((storage, root),) = sources
         paths = [(storage, path) for path in _choose_from_run(storage, root, options, leases)]
     else:
-        paths = [(storage, _resolve(storage, path, leases)) for storage, path in sources]
+        paths = [
+            (storage, selectors.resolve_with_lease(storage, path, leases))
+            for storage, path in sources
+        ]
     opened = [(storage, path, *attempts.find_checkpoint(storage, path)) for storage, path in paths]
     _check_distinct([(path, attempt) for _, path, attempt, _ in opened])
     have_steps = all(index.step is not None for *_, index in opened)
@@ -228,13 +231,6 @@ def _check_target(
             f"the target {target} is in the folder of a run, which would resume from the average: "
             f"give a target outside of {parent}"
         )
-
-
-def _resolve(storage: Storage, path: str, leases: ExitStack | None) -> str:
-    if leases is not None:
-        return selectors.resolve_with_lease(storage, path, leases)
-    checkpoint = selectors.resolve_at(storage, path)
-    return path if checkpoint is None else checkpoint.path
 
 
 def _choose_from_run(

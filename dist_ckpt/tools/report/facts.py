@@ -34,6 +34,10 @@ def limit_rows(rows: Iterable[Json]) -> tuple[list[Json], int]:
     return rows[:MAX_ROWS], max(len(rows) - MAX_ROWS, 0)
 
 
+def _select(value: object, *names: str) -> dict[str, Json]:
+    return {name: getattr(value, name) for name in names}
+
+
 def _text_pairs(values: Mapping[str, object]) -> tuple[list[Json], int]:
     """Return names and values of nested mappings as texts, and the number of left out rows."""
     return limit_rows([clip(name), clip(text)] for name, text in iterate_leaves(values) if name)
@@ -144,22 +148,14 @@ def _read_contents(ck: Checkpoint) -> dict[str, Json]:
     per_rank, num_more_per_rank = limit_rows([clip(f), num] for f, num in summary.per_rank.items())
     problem = summary.config_problem
     return {
-        "step": summary.step,
-        "kind": summary.kind,
-        "attempt": summary.attempt,
-        "saved_at": summary.saved_at,
-        "saved_by": [[clip(name), clip(text)] for name, text in summary.saved_by.items()],
-        "world_size": summary.world_size,
-        "mesh": [[clip(name), size] for name, size in summary.mesh],
-        "nbytes": summary.nbytes,
-        "tensor_nbytes": sum(summary.nbytes_by_component.values()),
-        "num_files": summary.num_files,
-        "num_tensors": summary.num_tensors,
-        "num_tied": summary.num_aliases,
-        "num_values": summary.num_values,
+        **_select(summary, "step", "kind", "attempt", "saved_at", "world_size", "nbytes"),
+        **_select(summary, "num_files", "num_tensors", "num_values"),
         # None if they cannot be read. The verification reports the damage.
-        "num_parameters": summary.num_parameters,
-        "num_trainable": summary.num_trainable,
+        **_select(summary, "num_parameters", "num_trainable"),
+        "saved_by": [[clip(name), clip(text)] for name, text in summary.saved_by.items()],
+        "mesh": [[clip(name), size] for name, size in summary.mesh],
+        "tensor_nbytes": sum(summary.nbytes_by_component.values()),
+        "num_tied": summary.num_aliases,
         "tree": sizes_tree(ck.tensors),
         **component_sizes(tensors),
         "ranks": rank_sizes(ck.index),
@@ -230,7 +226,7 @@ def _checkpoint_row(
     check: Check,
     progress_of: ProgressOf,
 ) -> dict[str, Json]:
-    took = times.get(info.where) if info.where else None
+    took = (times.get(info.where) if info.where else None) or SaveTimes({}, None, None, None)
     if info.state in ("open", "abandoned"):
         verification = CheckResult(why=f"it is not committed: {info.state}")
     else:
@@ -239,30 +235,20 @@ def _checkpoint_row(
     # Damage of the index is detected without a check.
     is_damaged = info.state == "damaged" or bool(problems)
     return {
+        **_select(info, "step", "state", "nbytes", "world_size", "num_tensors", "saved_at"),
+        **_select(info, "is_pinned", "is_verified", "is_orphaned", "is_being_replaced"),
+        **_select(took, "stalled_s", "slowest_rank", "slowest_s"),
         "name": clip(info.name),
-        "step": info.step,
-        "state": info.state,
-        "nbytes": info.nbytes,
-        "world_size": info.world_size,
-        "num_tensors": info.num_tensors,
-        "saved_at": info.saved_at,
         "metrics": {clip(name): as_json(value) for name, value in sorted(info.metrics.items())},
         "protected_by": [clip(text) for text in info.protected_by],
         "tags": [clip(name) for name in info.tags],
-        "is_pinned": info.is_pinned,
         "is_leased": bool(info.leases),
-        "is_verified": info.is_verified,
-        "is_orphaned": info.is_orphaned,
-        "is_being_replaced": info.is_being_replaced,
         "problem": clip(info.problem or (problems[0] if problems else "")),
         "result": "damaged" if is_damaged else verification.result,
         "why": clip(verification.why),
         "has_failed": verification.has_failed,
         "num_problems": max(len(problems), int(is_damaged)),
-        "seconds": {clip(phase): s for phase, s in sorted(took.seconds.items())} if took else {},
-        "stalled_s": took.stalled_s if took else None,
-        "slowest_rank": took.slowest_rank if took else None,
-        "slowest_s": took.slowest_s if took else None,
+        "seconds": {clip(phase): seconds for phase, seconds in sorted(took.seconds.items())},
     }
 
 

@@ -57,7 +57,7 @@ def copy(
     something is at `target` (unless `overwrite`), CorruptError for a damaged source, and
     StorageError if there is not enough space. After an error, no part of the copy remains.
     """
-    return plan_copy(source, target, overwrite=overwrite, link=link).run(progress=progress)
+    return plan_copy(source, target, overwrite=overwrite, link=link).run(progress)
 
 
 def plan_copy(
@@ -160,7 +160,7 @@ def backup(
     Raises NotFoundError if the checkpoint does not exist, ExistsError if another save is at the
     path of the backup (unless `overwrite`), and CorruptError if a file that is read is damaged.
     """
-    return plan_backup(path, overwrite=overwrite).run(progress=progress)
+    return plan_backup(path, overwrite=overwrite).run(progress)
 
 
 def plan_backup(path: str | os.PathLike[str], *, overwrite: bool = False) -> WritePlan[str]:

@@ -86,7 +86,7 @@ def reshard(
         overwrite=overwrite,
         selection=selection,
     )
-    return plan.run(progress=progress)
+    return plan.run(progress)
 
 
 def resolve_sharding(sharding: object, world_size: object, max_memory: object) -> ShardingConfig:

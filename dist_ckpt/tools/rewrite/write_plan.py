@@ -18,24 +18,17 @@ Result = TypeVar("Result")
 class WritePlan(Generic[Result]):
     """A write that passed its checks. Nothing is written until `run`. Call `run` once.
 
-    `path` is the target, and `replaces` are the paths that the write removes there. `sources`
+    `path` is the target, and `replaces` are the paths that the write removes there. `run` checks
+    again that the source exists and the target may be written, then it writes. `list_files` returns
+    the names and sizes of the files that are written or linked, without the index. `sources`
     describes the checkpoints that are read, if there are several.
     """
 
     path: str
-    execute: Callable[[Progress | None], Result]
+    run: Callable[[Progress | None], Result]
     list_files: Callable[[], Mapping[str, int]]
     replaces: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
-
-    @property
-    def files(self) -> Mapping[str, int]:
-        """The names and sizes of the files that are written or linked, without the index."""
-        return self.list_files()
-
-    def run(self, *, progress: Progress | None = None) -> Result:
-        """Check again that the source exists and the target may be written, then write."""
-        return self.execute(progress)
 
 
 def paths_to_replace(storage: Storage, path: str, *, overwrite: bool) -> tuple[str, ...]:
@@ -45,8 +38,8 @@ def paths_to_replace(storage: Storage, path: str, *, overwrite: bool) -> tuple[s
 
 
 def plan_file_export(
-    path: str, execute: Callable[[Progress | None], int], nbytes: int
+    path: str, run: Callable[[Progress | None], int], nbytes: int
 ) -> WritePlan[int]:
     """Return the plan of an export to one file. It replaces a file at `path`."""
     replaces = (path,) * os.path.lexists(path)
-    return WritePlan(path, execute, lambda: {os.path.basename(path): nbytes}, replaces)
+    return WritePlan(path, run, lambda: {os.path.basename(path): nbytes}, replaces)
