@@ -375,8 +375,6 @@ class BarrierRounds:
             return f"void: no answer of ranks {missing} in {self._policy.answer_s:g} s"
         return None
 
-    # --- a rank that acts alone ------------------------------------------------------------------
-
     def _check_actions(self, action: tuple[int, str] | None, num_actions: int) -> None:
         """Announce this rank's action, or report that it has passed another rank's action."""
         if self._world_size == 1:
@@ -414,8 +412,6 @@ class BarrierRounds:
                 f"saves: look into the log of that rank"
             )
         return ""
-
-    # --- pace and keys ---------------------------------------------------------------------------
 
     def _measure_pace(self) -> None:
         """Update the number of boundaries per second.

@@ -138,8 +138,6 @@ class Checkpointer:
         self._dropped.atexit = False
         _checkpointers.add(self)
 
-    # --- begin -----------------------------------------------------------------------------------
-
     def restore(self, state: StateOrMaker, at: str | int | None = None) -> int | None:
         """Fill a state from the restore point of the run. Return its step, None for a fresh run.
 
@@ -158,8 +156,6 @@ class Checkpointer:
         step = run.resume(_make_state(state), at_step).step
         self._state, self._step, self._last_saved_by_call = state, step or 0, step or 0
         return step
-
-    # --- boundaries ------------------------------------------------------------------------------
 
     def step(self, step: int, state: StateOrMaker | None = None) -> None:
         """Count a completed optimizer step, and save if a save is due. Every rank calls it alike.
@@ -322,8 +318,6 @@ class Checkpointer:
     def _current_state(self) -> MutableState:
         assert self._state is not None
         return _make_state(self._state)
-
-    # --- end -------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """End the run: save the last step if `save` has `at_end`, and wait until it is durable.

@@ -335,8 +335,6 @@ class ExternalRequests:
             if now - self._seen_at[name] > ANSWER_TTL_S:
                 remove_request_file(self._storage, self._root, name)
 
-    # --- answers ---------------------------------------------------------------------------------
-
     def _answer_settled(self) -> None:
         """Answer the requests whose save is durable or has failed."""
         with self._changed:

@@ -121,8 +121,6 @@ class Resume:
         description = f"step {restored.step}, {source}"
         return Resumed(restored.step, number, description, in_memory_only=not is_durable)
 
-    # --- find the restore point ------------------------------------------------------------------
-
     def _list(self, at: str | None) -> _RunListing:
         with self._exchange("run") as listing:
             gathered = listing.gather(at or "")
@@ -214,8 +212,6 @@ class Resume:
         if changed:
             text = listed(list(changed.values()), "; ")
             _log.warning("%s was saved with another configuration: %s", newest.path, text)
-
-    # --- load it ---------------------------------------------------------------------------------
 
     def _restore_from_memory(self, state: MutableState) -> tuple[_RestorePoint | None, str]:
         if self.saver is None:

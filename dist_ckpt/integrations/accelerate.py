@@ -176,8 +176,6 @@ class AcceleratedRun:
         self._num_batches: int | None = None
         self._resume_generators: object = None  # to set after a resume has skipped batches
 
-    # --- the loop --------------------------------------------------------------------------------
-
     def restore(self) -> int | None:
         """Fill the prepared objects; return the step, None for a fresh run. Every rank calls it.
 
@@ -272,8 +270,6 @@ class AcceleratedRun:
             step, self._pending_step = self._pending_step, None
             self._checkpointer.step(step, self._state)
 
-    # --- the run ---------------------------------------------------------------------------------
-
     @property
     def step(self) -> int:
         """The number of steps done."""
@@ -302,8 +298,6 @@ class AcceleratedRun:
             self.close()
         else:
             self._checkpointer.__exit__(kind, error, trace)
-
-    # --- state -----------------------------------------------------------------------------------
 
     def _template(self) -> dict[str, Any]:
         return {

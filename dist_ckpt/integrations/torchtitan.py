@@ -105,8 +105,6 @@ class RunCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # it has no
         _refuse_dcp(root)
         self._checkpointer = Checkpointer(root, **(_options(config) | config.options))
 
-    # --- what the trainer calls, through the base class ------------------------------------------
-
     def _load(self, step: int = -1) -> bool:
         template = self._state(None)
         restored = self._checkpointer.restore(template, None if step == -1 else f"@{step}")

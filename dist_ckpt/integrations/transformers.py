@@ -162,8 +162,6 @@ class CheckpointCallback(transformers.TrainerCallback):  # type: ignore[misc]  #
 
         trainer._run_epoch = run_what_is_left
 
-    # --- the Trainer's callbacks -----------------------------------------------------------------
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Fill the model, the optimizer and the rest of the state."""
         if self._trainer is None:

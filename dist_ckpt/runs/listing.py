@@ -249,8 +249,6 @@ def _read_checkpoint(storage: Storage, path: str) -> RunCheckpoint | None:
     )
 
 
-# --- annotations -----------------------------------------------------------------------------
-
 METRICS, SAVED = "metrics", "saved"
 
 # Trainers log the speed of an evaluation with its metrics: `eval_runtime` of Hugging Face.

@@ -26,8 +26,6 @@ from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.storage import Entry, ReadableFile, WritableFile
 from dist_ckpt.testing.memory_storage import MemoryStorage
 
-# --- recording -------------------------------------------------------------------------------
-
 Kind = Literal[
     "make_folder", "create", "write", "finish", "rename", "link", "remove", "sync", "mark"
 ]
@@ -172,9 +170,6 @@ class _RecordedFile:
 
     def discard(self) -> None:
         self._inner.discard()
-
-
-# --- crashing --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

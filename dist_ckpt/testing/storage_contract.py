@@ -43,8 +43,6 @@ def num_links(storage: Storage, path: str) -> int:
 class StorageContract:
     """The tests of a backend. A subclass has fixtures `storage` and `root`, an empty folder."""
 
-    # --- folders
-
     def test_a_new_folder_is_empty_and_listed(self, storage: Storage, root: str) -> None:
         storage.make_folder(f"{root}/d")
         assert storage.list(f"{root}/d") == []
@@ -96,8 +94,6 @@ class StorageContract:
             storage.make_folder(f"{root}/d/e")
         with pytest.raises(NotADirectoryError):
             storage.make_folder(f"{root}/f/e")
-
-    # --- writing
 
     def test_what_is_written_anywhere_in_a_file_is_read_back(
         self, storage: Storage, root: str
@@ -166,8 +162,6 @@ class StorageContract:
             with pytest.raises(StorageError):
                 file.finish()
 
-    # --- reading
-
     def test_a_read_past_the_end_is_short(self, storage: Storage, root: str) -> None:
         write(storage, f"{root}/f", b"abcdef")
         file = storage.open(f"{root}/f")
@@ -207,8 +201,6 @@ class StorageContract:
         file.close()
         with pytest.raises(StorageError):
             file.read_into(0, memoryview(bytearray(1)))
-
-    # --- names
 
     def test_a_rename_moves_a_file_and_a_folder_with_all_in_it(
         self, storage: Storage, root: str
@@ -265,8 +257,6 @@ class StorageContract:
         winner = old(winners[0]).rpartition("/")[2]
         assert read(storage, f"{root}/{new}") == bytes([int(winner)])
         assert winner not in [entry.name for entry in storage.list(root)]
-
-    # --- links
 
     def test_a_file_has_one_more_name_and_keeps_each_when_the_other_goes(
         self, storage: Storage, root: str

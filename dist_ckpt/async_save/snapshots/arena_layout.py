@@ -161,9 +161,6 @@ def arena_nbytes(snapshot: Snapshot) -> int:
     return compute_spans(snapshot, len(typed_msgpack.encode(snapshot))).nbytes
 
 
-# --- header ----------------------------------------------------------------------------------
-
-
 def make_record(sequence: int, document: bytes) -> Record:
     """Return the record of a document."""
     return Record(sequence, len(document), bytes.fromhex(document_digest(document)))

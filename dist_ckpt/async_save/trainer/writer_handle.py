@@ -222,8 +222,6 @@ class WriterHandle:
                 ping_at = running_time() + PING_INTERVAL_S
         return True
 
-    # --- saves -------------------------------------------------------------------------------
-
     @property
     def saves(self) -> list[BackgroundSave]:
         """The saves that are unsettled or not reported, the oldest first."""
@@ -309,8 +307,6 @@ class WriterHandle:
             self.receive_messages()
             self._close_link()
             self._process = None
-
-    # --- inside ------------------------------------------------------------------------------
 
     def _request(self, request: messages.WriterMessage, answer_type: type[T]) -> T:
         """Return the writer's answer. Kill a writer that sends none, and raise RankError."""

@@ -158,8 +158,6 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
         self._metrics: dict[str, float] = {}
         self._resumed = self._step = self._saved = -1
 
-    # --- the Trainer's callbacks -----------------------------------------------------------------
-
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Add a callback that fills the state before all others begin, as they read it then."""
         if stage != "fit":
@@ -239,8 +237,6 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
         if self._checkpointer is not None:
             self._checkpointer.close()
 
-    # --- boundaries ------------------------------------------------------------------------------
-
     def _boundary(self, *, is_over: bool) -> None:
         """Save after a batch or an epoch, when all of its step is done."""
         ck, trainer, step = self._checkpointer, self._trainer, self._trainer.global_step
@@ -288,8 +284,6 @@ class LightningCheckpoint(_Base):  # type: ignore[misc]  # of which library it i
             self._position.unpatch()
         if (trainer := self._trainer) is not None:
             trainer.callbacks = _without_restore_callback(trainer.callbacks)
-
-    # --- state -----------------------------------------------------------------------------------
 
     def _template(self) -> dict[str, Any]:
         """Return the state to fill; Lightning restores the rest in its own order."""

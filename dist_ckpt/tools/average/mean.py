@@ -149,9 +149,6 @@ def _find_differences(
             yield f"{name} {fact} in the newest"
 
 
-# --- the arithmetic, by torch on the CPU ------------------------------------------------------
-
-
 # The elements that are added at a time. So the sum of several checkpoints stays in the processor's
 # cache. Torch adds them in this thread: from 32768 elements on it uses its own threads. On a busy
 # machine waiting for those took 20 times as long as the addition.
@@ -230,9 +227,6 @@ class Mean:
 
 def _tensor(memory: memoryview, dtype: str, start: int, numel: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=getattr(torch, dtype), offset=start, count=numel)
-
-
-# --- the windows: one is added while the next is read ------------------------------------------
 
 
 # A multiple of the size of a block. At most seven windows and the sums are in memory.

@@ -120,9 +120,6 @@ def compute_weights(options: AverageOptions, count: int) -> tuple[float, ...]:
     return _scale_weights(options.weights)
 
 
-# --- the checkpoints: a list, or the last or best of a run -------------------------------------
-
-
 _log = logging.getLogger("dist_ckpt")
 
 # Choose again at most this often, if a chosen checkpoint is removed before it is leased.

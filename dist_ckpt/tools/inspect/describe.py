@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-# --- summary, for `dist-ckpt show` and for reports ---------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class CheckpointSummary:
     """The contents of a checkpoint in numbers. Tied names count once, except in `num_aliases`.
@@ -102,9 +99,6 @@ def summarize(ck: Checkpoint) -> CheckpointSummary:
         config=config,
         config_problem=config_problem,
     )
-
-
-# --- layout: the file and rank of each shard ---------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,9 +179,6 @@ def layout(
                 )
             )
     return CheckpointLayout(checkpoint.path, tuple(files), tuple(nbytes_by_rank))
-
-
-# --- statistics of the values of tensors, without torch ----------------------------------------
 
 
 # At most this many elements at a time: numpy's temporary arrays stay small.

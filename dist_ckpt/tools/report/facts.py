@@ -43,9 +43,6 @@ def _text_pairs(values: Mapping[str, object]) -> tuple[list[Json], int]:
     return limit_rows([clip(name), clip(text)] for name, text in iterate_leaves(values) if name)
 
 
-# --- the check for damage ----------------------------------------------------------------------
-
-
 # The check of a report: none, or a level of `dist_ckpt.verify`.
 Check = Literal["none", "quick", "full"]
 CHECKS: tuple[Check, ...] = ("none", "quick", "full")
@@ -108,9 +105,6 @@ def _problem_row(problem: Problem) -> Json:
     }
 
 
-# --- a checkpoint ------------------------------------------------------------------------------
-
-
 def checkpoint_facts(
     path: str, info: RunCheckpoint | None, check: Check, progress: Progress | None
 ) -> dict[str, Json]:
@@ -168,9 +162,6 @@ def _read_contents(ck: Checkpoint) -> dict[str, Json]:
         "per_rank": per_rank,
         "num_more_per_rank": num_more_per_rank,
     }
-
-
-# --- a run -------------------------------------------------------------------------------------
 
 
 # A report shows at most this many checkpoints, the newest, and this many metrics.

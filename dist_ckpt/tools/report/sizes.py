@@ -27,9 +27,6 @@ def clip(text: str) -> str:
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-# --- tensors -----------------------------------------------------------------------------------
-
-
 # A report lists this many of the largest tensors.
 NUM_LARGEST = 25
 # The table of components and its chart have at most this many rows.
@@ -171,9 +168,6 @@ def component_sizes(tensors: Mapping[str, TensorInfo]) -> dict[str, Json]:
             for fqn, info in sorted(largest, key=lambda item: (-item[1].nbytes, item[0]))
         ],
     }
-
-
-# --- ranks -------------------------------------------------------------------------------------
 
 
 # A screen has at most this many columns. With more ranks, a column shows the largest of several.

@@ -182,9 +182,6 @@ def _content_policy(*scripts: str) -> str:
     )
 
 
-# --- filters of the templates --------------------------------------------------------------------
-
-
 def _seconds(value: float | None) -> str:
     if value is None:
         return "-"

@@ -33,9 +33,6 @@ from dist_ckpt.tools.rewrite.write_plan import WritePlan, paths_to_replace
 _log = logging.getLogger("dist_ckpt")
 
 
-# --- copy ------------------------------------------------------------------------------------
-
-
 def copy(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
@@ -140,9 +137,6 @@ def _write(
             )
         transaction.remove_superseded()
     return transaction, decision, phases
-
-
-# --- backup ----------------------------------------------------------------------------------
 
 
 def backup(
