@@ -8,8 +8,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import isfinite
-from numbers import Real
 from typing import TYPE_CHECKING, Self, get_args
 
 from torch.distributed import ProcessGroup
@@ -32,6 +30,7 @@ from dist_ckpt.core.saving.attachments import Attachments
 from dist_ckpt.core.saving.save import SaveOptions
 from dist_ckpt.core.state.tree.containers import MutableState, State
 from dist_ckpt.core.storage import Storage, open_storage
+from dist_ckpt.errors import check_number
 from dist_ckpt.reports import LoadReport
 
 # At a lower rate one block takes so long that the storage seems to hang.
@@ -59,11 +58,11 @@ class SaverOptions:
             check_job(self.job)
         if self.when_busy not in get_args(WhenBusy):
             raise ValueError(f'when_busy={self.when_busy!r}: give "wait", "skip" or "supersede"')
-        remedy = "a finite number of seconds, 0 or more"
-        _check_number("drain_timeout_s", self.drain_timeout_s, 0, remedy)
+        wanted = "a finite number of seconds, 0 or more"
+        check_number("drain_timeout_s", self.drain_timeout_s, wanted, 0)
         if self.max_bytes_per_s is not None:
-            remedy = f"a number, {MIN_BYTES_PER_S} at least, or None"
-            _check_number("max_bytes_per_s", self.max_bytes_per_s, MIN_BYTES_PER_S, remedy)
+            wanted = f"a number, {MIN_BYTES_PER_S} at least, or None"
+            check_number("max_bytes_per_s", self.max_bytes_per_s, wanted, MIN_BYTES_PER_S)
 
     def saver_info(self) -> SaverInfo:
         """Return the options that must be equal on all ranks."""
@@ -87,13 +86,6 @@ class SaverOptions:
             return open_storage(self.root)
         except (TypeError, ValueError) as error:
             raise type(error)(f"root={self.root!r}: {error}") from None
-
-
-def _check_number(name: str, value: object, minimum: int, remedy: str) -> None:
-    if not isinstance(value, Real) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: give {remedy}")
-    if not (isfinite(value) and float(value) >= minimum):
-        raise ValueError(f"{name}={value}: give {remedy}")
 
 
 class AsyncSaver:

@@ -21,6 +21,7 @@ from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.saving.attachments import Attachments
 from dist_ckpt.core.state.tree.containers import MutableState
+from dist_ckpt.errors import check_whole
 from dist_ckpt.runs.listing import parse_metrics
 from dist_ckpt.runs.retention_policy import RetentionPolicy
 
@@ -211,7 +212,7 @@ class Checkpointer:
         Only calls on rank 0 count. They may come before the step is saved, or long after. Metrics
         of steps that are not saved are dropped.
         """
-        _check_int("step", step)
+        check_whole("step", step)
         if not isinstance(values, Mapping):
             raise TypeError(f'metrics are a {type(values).__name__}: give {{"val/loss": 0.25}}')
         if (run := self._open_run()) is None:
@@ -229,7 +230,7 @@ class Checkpointer:
         `step` is waited for. Returns None if `root=None`.
         """
         if step is not None:
-            _check_int("step", step)
+            check_whole("step", step)
         run = self._open_run()
         return None if run is None else run.backup(step, overwrite=overwrite)
 
@@ -253,7 +254,7 @@ class Checkpointer:
         call `step(step)` or `save(step)` after the optimizer step.
         """
         self._open_run()
-        _check_int("until", until)
+        check_whole("until", until)
         if self._is_in_loop:
             raise ValueError(
                 "this Checkpointer is in a loop of its steps already. End that loop with `break`; "
@@ -293,7 +294,7 @@ class Checkpointer:
                 run.act(boundary, step, self._current_state)
 
     def _count(self, step: int, state: StateOrMaker | None) -> None:
-        _check_int("step", step)
+        check_whole("step", step)
         if step <= self._step:
             raise ValueError(
                 f"step {step} is not above the last step, {self._step}: count optimizer steps, "
@@ -384,11 +385,6 @@ def _warn_of_open() -> None:
 
 
 atexit.register(_warn_of_open)
-
-
-def _check_int(name: str, value: object) -> None:
-    if type(value) is not int:
-        raise TypeError(f"{name}={value!r}: give a whole number")
 
 
 def _make_state(state: StateOrMaker) -> MutableState:

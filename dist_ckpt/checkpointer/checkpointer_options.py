@@ -16,6 +16,7 @@ from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.saving.attachments import Attachments
 from dist_ckpt.core.storage import open_storage
+from dist_ckpt.errors import LEAST_POSITIVE, check_flag, check_number, check_whole
 from dist_ckpt.runs.retention_policy import RetentionPolicy
 
 # A lock accepts no longer timeout. Without this check the error would come when the run must stop.
@@ -103,17 +104,14 @@ class RunOptions:
             raise TypeError(f"on_commit={commit!r}: give a function of a checkpoint, or None")
         if not (failure in ("warn", "raise") or callable(failure)):
             raise TypeError(f'on_failure={failure!r}: give "warn", "raise" or a function')
-        if type(self.max_failures) is not int or self.max_failures < 0:
-            raise ValueError(f"max_failures={self.max_failures!r}: give a number, 0 or more")
+        check_whole("max_failures", self.max_failures, 0)
         if not (self.attach is None or callable(self.attach)):
             raise TypeError(f"attach={self.attach!r}: give a function of the step, or None")
 
     def _check_flags(self) -> None:
         self.load_options().selection()
         for name in ("must_exist", "read_only", "background", "init_strict"):
-            value = getattr(self, name)
-            if type(value) is not bool:
-                raise TypeError(f"{name}={value!r}: give True or False")
+            check_flag(name, getattr(self, name))
         if self.init is not None:
             try:
                 parse_sources(self.init)
@@ -125,13 +123,8 @@ class RunOptions:
             )
         if self.read_only and self.keep is not None:
             raise ValueError("keep= prunes, and read_only=True changes nothing: give one of them")
-        seconds = self.stop_within_s
-        if not isinstance(seconds, int | float) or isinstance(seconds, bool):
-            raise TypeError(f"stop_within_s={seconds!r}: give a number of seconds")
-        if not 0 < seconds <= _MAX_STOP_S:
-            raise ValueError(
-                f"stop_within_s={seconds}: give a number of seconds above 0, up to {_MAX_STOP_S:g}"
-            )
+        wanted = f"a number of seconds above 0, up to {_MAX_STOP_S:g}"
+        check_number("stop_within_s", self.stop_within_s, wanted, LEAST_POSITIVE, _MAX_STOP_S)
 
     def storage_root(self) -> str:
         """Return the root as the storage names it."""

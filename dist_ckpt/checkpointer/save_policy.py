@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
+from dist_ckpt.errors import LEAST_POSITIVE, check_number, check_whole
 from dist_ckpt.runs.policy_text import Makers, build_policy, text_of
 
 # These cannot be caught, or are not requests: after them the process is damaged.
@@ -69,19 +70,20 @@ def every(*, steps: int | None = None, minutes: float | None = None) -> SavePoli
     if (steps is None) == (minutes is None):
         raise TypeError("every(): give steps= or minutes=, and for both every(...) | every(...)")
     if steps is not None:
-        return SavePolicy(steps=frozenset({_count(steps, "steps")}))
-    if not isinstance(minutes, int | float) or isinstance(minutes, bool):
-        raise TypeError(f"minutes={minutes!r}: give a number")
-    if not 0 < minutes <= _MAX_MINUTES:
-        raise ValueError(f"minutes={minutes}: give a number above 0, up to {_MAX_MINUTES:g}")
-    return SavePolicy(seconds=frozenset({60 * float(minutes)}))
+        return SavePolicy(steps=frozenset({check_whole("steps", steps, 1)}))
+    wanted = f"a number above 0, up to {_MAX_MINUTES:g}"
+    return SavePolicy(
+        seconds=frozenset(
+            {60 * check_number("minutes", minutes, wanted, LEAST_POSITIVE, _MAX_MINUTES)}
+        )
+    )
 
 
 def at(*steps: int) -> SavePolicy:
     """Save at these steps."""
     if not steps:
         raise TypeError("at(): give the steps at which to save")
-    return SavePolicy(at=frozenset(_count(step, "at") for step in steps))
+    return SavePolicy(at=frozenset(check_whole("at", step, 1) for step in steps))
 
 
 at_end = SavePolicy(at_end=True)
@@ -117,11 +119,3 @@ def parse(text: str) -> SavePolicy:
         "on_signal": on_signal,
     }
     return build_policy(text, makers, SavePolicy())
-
-
-def _count(value: object, name: str) -> int:
-    if type(value) is not int:
-        raise TypeError(f"{name}={value!r}: give a whole number")
-    if not 1 <= value < 1 << 63:
-        raise ValueError(f"{name}={value}: give a number from 1 to 2**63 - 1")
-    return value

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.runtime.public_names import refuse_old_names
+from dist_ckpt.errors import check_number, check_whole
 from dist_ckpt.runs.policy_text import Makers, build_policy, text_of
 
 if not TYPE_CHECKING:
@@ -22,7 +23,6 @@ _HOUR_S = 3600.0
 _DAY_S = 24 * _HOUR_S
 
 # The limits of a rule: beyond them, a time divided by an interval overflows.
-_MOST_STEPS = (1 << 63) - 1
 _LEAST_TIME, _MOST_TIME = 1e-6, 1e9
 
 
@@ -80,7 +80,7 @@ class RetentionPolicy:
 
 def last(n: int) -> RetentionPolicy:
     """Keep the newest `n`."""
-    count = _count(n, "n")
+    count = check_whole("n", n, 1)
     text = text_of("last", count)
     return RetentionPolicy({text: lambda candidates: range(len(candidates))[-count:]})
 
@@ -102,7 +102,7 @@ def best(
     name = max if min is None else min
     if type(name) is not str or not name:
         raise TypeError(f"best(): {name!r} is not the name of a metric")
-    count, waiting = _count(n, "n"), _count(unmeasured, "unmeasured", 0)
+    count, waiting = check_whole("n", n, 1), check_whole("unmeasured", unmeasured, 0)
     sign = -1 if min is None else 1
 
     def choose(candidates: Sequence[Candidate]) -> Sequence[int]:
@@ -121,18 +121,18 @@ def every(*, steps: int | None = None, hours: float | None = None) -> RetentionP
     if (steps is None) == (hours is None):
         raise TypeError("every(): give steps= or hours=, and for both every(...) | every(...)")
     if steps is not None:
-        interval = _count(steps, "steps")
+        interval = check_whole("steps", steps, 1)
         text = text_of("every", steps=steps)
         return RetentionPolicy({text: lambda cs: _nearest([c.step for c in cs], interval)})
     assert hours is not None
-    seconds = _positive(hours, "hours") * _HOUR_S
+    seconds = _check_time("hours", hours) * _HOUR_S
     text = text_of("every", hours=hours)
     return RetentionPolicy({text: lambda cs: _nearest([c.saved_at for c in cs], seconds)})
 
 
 def within(*, days: float) -> RetentionPolicy:
     """Keep those that were saved within `days` before the newest. No clock is read."""
-    seconds = _positive(days, "days") * _DAY_S
+    seconds = _check_time("days", days) * _DAY_S
 
     def choose(candidates: Sequence[Candidate]) -> Sequence[int]:
         since = candidates[-1].saved_at - seconds
@@ -168,20 +168,6 @@ def _nearest(positions: Sequence[float], interval: float) -> Sequence[int]:
     return nearest
 
 
-def _count(value: object, name: str, least: int = 1) -> int:
-    if type(value) is not int:
-        raise TypeError(f"{name}={value!r}: give a whole number")
-    if value < least:
-        raise ValueError(f"{name}={value}: give a number from {least} on")
-    if value > _MOST_STEPS:  # no step is above, and a float cannot hold all of them
-        raise ValueError(f"{name} is too large: give a number up to 2**63 - 1")
-    return value
-
-
-def _positive(value: object, name: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name}={value!r}: give a number")
-    if not _LEAST_TIME <= value <= _MOST_TIME:
-        wanted = f"a number above 0, from {_LEAST_TIME:g} to {_MOST_TIME:g}"
-        raise ValueError(f"{name}={value}: give {wanted}")
-    return float(value)
+def _check_time(name: str, value: float) -> float:
+    wanted = f"a number above 0, from {_LEAST_TIME:g} to {_MOST_TIME:g}"
+    return check_number(name, value, wanted, _LEAST_TIME, _MOST_TIME)

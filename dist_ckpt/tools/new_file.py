@@ -26,7 +26,7 @@ from dist_ckpt.core.storage.local.local_storage import (
     describe_os_error,
     rename_exclusively,
 )
-from dist_ckpt.errors import ExistsError, NotFoundError, StorageError
+from dist_ckpt.errors import ExistsError, NotFoundError, StorageError, check_flag
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -67,8 +67,7 @@ def new_file(
 
 def check_new_file(path: str | os.PathLike[str], *, overwrite: bool) -> str:
     """Return the absolute path of a new file. ExistsError, or NotFoundError without its folder."""
-    if type(overwrite) is not bool:
-        raise TypeError(f"overwrite={overwrite!r}: give True or False")
+    check_flag("overwrite", overwrite)
     file_path = os.path.abspath(checked_file_path(path))
     check_parent(file_path)
     if not os.path.lexists(file_path):

@@ -372,7 +372,7 @@ def test_a_link_that_appears_after_the_plan_is_not_replaced(tmp_path: Path, to: 
     plan = export.plan_export(source, tmp_path / "hf", overwrite=True)
     (tmp_path / "hf").symlink_to(to)
     with pytest.raises(ExistsError, match=f"hf is now a link to {to}"):
-        plan.run()
+        plan.run(None)
     assert (tmp_path / "hf").is_symlink()
     assert_same(read_one(tmp_path / "other"), tensors())
     assert sorted(os.listdir(tmp_path)) == ["hf", "one", "other"]

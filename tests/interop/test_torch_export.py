@@ -254,7 +254,7 @@ def test_what_is_there_is_replaced_only_if_that_is_asked(tmp_path: Path) -> None
     (tmp_path / "a.pt").chmod(0o640)
     nbytes = export_file(tmp_path / "ck", tmp_path / "a.pt", overwrite=True)
     assert (tmp_path / "a.pt").stat().st_mode & 0o777 == 0o640
-    assert 8 < dry.files["a.pt"] < nbytes
+    assert 8 < dry.list_files()["a.pt"] < nbytes
     assert_same({"w": torch.ones(2)}, load(tmp_path / "a.pt"))
 
 

@@ -240,7 +240,7 @@ CALLS: dict[str, Callable[[Storage], object]] = {
     "gc of one": lambda s: remove_all_garbage(s, f"{ROOT}/{STEP_3}", grace_s=0.0),
     "delete": lambda s: delete_at(s, f"{ROOT}/{STEP_3}", force=True),
     "request": lambda s: request_save(s, ROOT, stops=False),
-    "backup": lambda s: plan_backup_at(s, f"{ROOT}/{STEP_3}", overwrite=False).run(),
+    "backup": lambda s: plan_backup_at(s, f"{ROOT}/{STEP_3}", overwrite=False).run(None),
     "prune": lambda s: prune(s, ROOT, last(1), is_whole=lambda _: True),
 }
 

@@ -47,7 +47,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def kept(storage: Storage, *, overwrite: bool = False) -> str:
-    return plan_backup_at(storage, PATH, overwrite=overwrite).run()
+    return plan_backup_at(storage, PATH, overwrite=overwrite).run(None)
 
 
 # --- what it is ------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def test_a_checkpoint_without_a_step_and_outside_a_run_is_kept_too(tmp_path: Pat
 def test_what_lies_at_the_top_of_a_storage_is_kept_too() -> None:
     storage = MemoryStorage()
     save(storage, 1, "/s1")
-    assert plan_backup_at(storage, "/s1", overwrite=False).run() == "/backup/s1"
+    assert plan_backup_at(storage, "/s1", overwrite=False).run(None) == "/backup/s1"
     assert number_at(storage, "/backup/s1") == 1
 
 
@@ -172,7 +172,7 @@ def test_the_source_cannot_be_deleted_while_it_is_kept(root: Path) -> None:
                 dc.delete(root / "s1")
             super().link(old, new)
 
-    plan_backup_at(Deleting(), f"{root}/s1", overwrite=False).run()
+    plan_backup_at(Deleting(), f"{root}/s1", overwrite=False).run(None)
     assert dc.checkpoints(root)[0].leases == ()
     assert number_at(LocalStorage(), f"{root}/backup/s1") == 1
 
@@ -183,7 +183,7 @@ def test_the_source_cannot_be_deleted_while_it_is_kept(root: Path) -> None:
 def test_where_there_are_no_links_every_byte_is_copied(root: Path) -> None:
     whole = torch.arange(3 << 19, dtype=torch.float32)  # of two blocks
     dc.save({"model": {"w": whole, "b": whole[:5]}}, root / "s4", step=4)
-    plan_backup_at(NoLinks(LocalStorage()), f"{root}/s4", overwrite=False).run()
+    plan_backup_at(NoLinks(LocalStorage()), f"{root}/s4", overwrite=False).run(None)
     mine, theirs = inodes(root / "s4"), inodes(root / "backup" / "s4")
     assert mine.keys() == theirs.keys()
     assert not {*mine.values()} & {*theirs.values()}

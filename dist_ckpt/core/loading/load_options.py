@@ -12,6 +12,7 @@ from dist_ckpt.core.planning.selection import Cast, Selection, parse_cast, parse
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.state.binding.sources.rename import parse_rename
 from dist_ckpt.core.storage import open_storage
+from dist_ckpt.errors import check_flag
 
 # Blocks that several ranks need are read once on each host, once in the job, or by all.
 ReadOnce = Literal["host", "job", "off"]
@@ -43,8 +44,7 @@ class LoadOptions:
         if self.sharding is not None and not isinstance(self.sharding, ShardingConfig):
             raise TypeError(f"sharding is a {type(self.sharding).__name__}: give a ShardingConfig")
         for name in ("strict", "verify", "check_first"):
-            if type(value := getattr(self, name)) is not bool:
-                raise TypeError(f"{name}={value!r}: give True or False")
+            check_flag(name, getattr(self, name))
         if self.read_once not in get_args(ReadOnce):
             raise ValueError(f'read_once={self.read_once!r}: give "host", "job" or "off"')
         self.selection()

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import takewhile
 
+from dist_ckpt.errors import check_flag
+
 # The matches of longer names are not cached: with the names above, they would take memory that
 # grows with the square of the length.
 _MAX_CACHED_CHARS = 256
@@ -132,8 +134,7 @@ def parse_selection(
     included = None if include is None else parse_patterns(include, "include")
     if included == ():
         raise ValueError("include=[] selects nothing: give patterns, or None for everything")
-    if type(include_frozen) is not bool:
-        raise TypeError(f"include_frozen={include_frozen!r}: give True or False")
+    check_flag("include_frozen", include_frozen)
     return Selection(
         included, () if exclude is None else parse_patterns(exclude, "exclude"), include_frozen
     )

@@ -22,7 +22,6 @@ from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.commit.transaction import IndexFields, RankWriteResult, Transaction
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.filenames import Attempt
-from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.core.format.index.model_description import add_description, check_description
 from dist_ckpt.core.format.objects.plain_codec import check_plain, encode_value
 from dist_ckpt.core.format.strict_json import Scalar, is_text
@@ -44,6 +43,7 @@ from dist_ckpt.core.shard_io.write.link_unchanged import SavedFiles, write_or_li
 from dist_ckpt.core.state.tree.containers import State
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.forwarding import CountingStorage
+from dist_ckpt.errors import check_flag, check_whole
 from dist_ckpt.reports import IoCount, LoadReport, Phases, SaveReport
 
 # The objects file has the user's metadata. The index has a copy of its short scalars, so that a
@@ -77,14 +77,11 @@ class SaveOptions:
 
     def check(self) -> None:
         """Raise TypeError or ValueError for options that are not valid."""
-        if self.step is not None and type(self.step) is not int:
-            raise TypeError(f"step={self.step!r}: give a whole number or None")
-        if self.step is not None and not 0 <= self.step <= MAX_STEP:
-            raise ValueError(f"step={self.step}: give a number from 0 to 2**63 - 1")
+        if self.step is not None:
+            check_whole("step", self.step, 0)
         if self.sharding is not None and not isinstance(self.sharding, ShardingConfig):
             raise TypeError(f"sharding is a {type(self.sharding).__name__}: give a ShardingConfig")
-        if type(self.overwrite) is not bool:
-            raise TypeError(f"overwrite={self.overwrite!r}: give True or False")
+        check_flag("overwrite", self.overwrite)
         self.selection()
         if self.metadata is not None:
             if not isinstance(self.metadata, Mapping):

@@ -24,7 +24,7 @@ from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.core.shard_io.read.open_files import open_file
 from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.default_opener import OPENER
-from dist_ckpt.errors import IncompatibleError, StorageError
+from dist_ckpt.errors import IncompatibleError, StorageError, check_flag
 from dist_ckpt.interop.hf.export_plan import (
     DEFAULT_SHARD_SIZE,
     WINDOW_NBYTES,
@@ -121,8 +121,7 @@ def plan_export(  # noqa: PLR0913 - those of `export_folder`
     """
     selection = parse_selection(include, exclude)
     new_dtype, max_nbytes = dtype_of(dtype), nbytes_of(max_shard_size)
-    if type(reflink) is not bool:
-        raise TypeError(f"reflink={reflink!r}: give True or False")
+    check_flag("reflink", reflink)
     if not isinstance(only, str) or not only:
         raise ValueError(f"only={only!r}: give the name of a component")
     storage, source_path = OPENER.find(source)

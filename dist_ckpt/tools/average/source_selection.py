@@ -17,7 +17,7 @@ from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.core.storage import Storage, real_path
-from dist_ckpt.errors import NotFoundError, StorageError
+from dist_ckpt.errors import NotFoundError, StorageError, check_flag
 from dist_ckpt.runs import selectors
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 
@@ -44,8 +44,7 @@ class AverageOptions:
         self._check_metric()
         self._check_weights()
         parse_selection(self.include, self.exclude)
-        if type(self.overwrite) is not bool:
-            raise TypeError(f"overwrite={self.overwrite!r}: give True or False")
+        check_flag("overwrite", self.overwrite)
 
     def _check_count(self, *, is_run: bool) -> None:
         if not is_run and (self.last is not None or self.best is not None):

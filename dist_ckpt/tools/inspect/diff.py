@@ -16,6 +16,7 @@ from dist_ckpt.core.format.index.model_description import KIND, find_differences
 from dist_ckpt.core.planning.selection import Selection, parse_selection
 from dist_ckpt.core.shard_io.memory.host_array import has_numbers, numbers, numpy_module
 from dist_ckpt.default_opener import OPENER
+from dist_ckpt.errors import check_flag, check_number
 from dist_ckpt.reports import Progress
 
 if TYPE_CHECKING:
@@ -136,15 +137,12 @@ def _open(path: str | os.PathLike[str]) -> OpenCheckpoint:
 
 
 def _check_tolerance(rtol: float | None, atol: float | None, *, values: bool) -> _Tolerance:
-    if type(values) is not bool:
-        raise TypeError(f"values={values!r}: give True or False")
+    check_flag("values", values)
     if not values and (rtol is not None or atol is not None):
         raise ValueError("rtol and atol compare values: give values=True (--values) too")
     for name, value in (("rtol", rtol), ("atol", atol)):
-        if value is None:
-            continue
-        if isinstance(value, bool | str) or not (isfinite(value) and value >= 0):
-            raise ValueError(f"{name}={value!r}: give a number from 0 on")
+        if value is not None:
+            check_number(name, value, "a number from 0 on", 0)
     if values:
         numpy_module()  # before anything is read
     return None if rtol is None and atol is None else (atol or 0.0, rtol or 0.0)

@@ -23,7 +23,7 @@ from dist_ckpt.core.format.filenames import BACKUP, Attempt
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.core.storage.forwarding import CountingStorage
-from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, NotFoundError
+from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, NotFoundError, check_flag
 from dist_ckpt.interop.registry import foreign_at
 from dist_ckpt.reports import Phases, Progress, SaveReport
 from dist_ckpt.runs.listing import metrics_by_checkpoint, put_metrics
@@ -65,9 +65,8 @@ def plan_copy(
     link: bool = False,
 ) -> WritePlan[SaveReport]:
     """Return the plan of `copy`. Raises the errors that `copy` raises before it writes."""
-    for name, value in (("overwrite", overwrite), ("link", link)):
-        if type(value) is not bool:
-            raise TypeError(f"{name}={value!r}: give True or False")
+    check_flag("overwrite", overwrite)
+    check_flag("link", link)
     storage, source_path = open_resolved(source)
     path = real_path(open_storage(target)[1])
     if foreign_at(storage, source_path) is not None:
@@ -162,8 +161,7 @@ def plan_backup(path: str | os.PathLike[str], *, overwrite: bool = False) -> Wri
 
     Raises the errors that `backup` raises before it writes.
     """
-    if type(overwrite) is not bool:
-        raise TypeError(f"overwrite={overwrite!r}: give True or False")
+    check_flag("overwrite", overwrite)
     return plan_backup_at(*open_resolved(path), overwrite=overwrite)
 
 

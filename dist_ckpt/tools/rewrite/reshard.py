@@ -39,7 +39,7 @@ from dist_ckpt.core.state.tree.containers import child_name, is_mapping
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.default_opener import OPENER
-from dist_ckpt.errors import listed
+from dist_ckpt.errors import check_flag, listed
 from dist_ckpt.reports import CopyProgress, Phases, Progress, SaveReport
 from dist_ckpt.tools.rewrite.write_plan import WritePlan, paths_to_replace
 
@@ -117,8 +117,7 @@ def plan_rewrite(
     Raises the errors that `reshard` raises before it writes. The data of tensors is not read yet.
     `step` is for files of another system. By default the step in these files is used.
     """
-    if type(overwrite) is not bool:
-        raise TypeError(f"overwrite={overwrite!r}: give True or False")
+    check_flag("overwrite", overwrite)
     source_storage, source_path = source
     storage, path = open_storage(target)
     real_source, real_path = os.path.realpath(source_path), os.path.realpath(path)

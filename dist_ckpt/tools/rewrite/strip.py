@@ -37,7 +37,7 @@ from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.shard_io.write.shard_writer import write_document
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.forwarding import CountingStorage
-from dist_ckpt.errors import CheckpointError, ConflictError, StorageError, listed
+from dist_ckpt.errors import CheckpointError, ConflictError, StorageError, check_flag, listed
 from dist_ckpt.reports import IoCount, Phases, Progress, SaveReport
 from dist_ckpt.runs.listing import metrics_by_checkpoint, put_metrics
 from dist_ckpt.runs.selectors import open_resolved
@@ -68,8 +68,7 @@ def strip(
     the data of a tied tensor that would stay. Raises NotFoundError, CorruptError and StorageError
     as `dc.reshard` does.
     """
-    if type(force) is not bool:
-        raise TypeError(f"force={force!r}: give True or False")
+    check_flag("force", force)
     if not components or not all(isinstance(name, str) for name in components):
         raise TypeError('give the components to drop, such as strip(path, "optim")')
     storage, folder = open_resolved(path)

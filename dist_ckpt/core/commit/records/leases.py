@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from math import isfinite
 from time import monotonic
 
 from dist_ckpt.core.commit import attempts
@@ -19,7 +18,13 @@ from dist_ckpt.core.commit.records.record_store import can_lease
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError
+from dist_ckpt.errors import (
+    LEAST_POSITIVE,
+    CheckpointError,
+    NotFoundError,
+    StorageError,
+    check_number,
+)
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -64,11 +69,8 @@ def renewed_lease(subject: CheckpointRef, ttl_s: float = LEASE_S) -> Iterator[No
     storage's clock. NotFoundError if the checkpoint is removed, or another process is
     about to remove it.
     """
-    if not isinstance(ttl_s, int | float) or isinstance(ttl_s, bool):
-        raise TypeError(f"ttl_s={ttl_s!r}: give a number of seconds")
-    if not (isfinite(ttl_s) and ttl_s > 0):
-        raise ValueError(f"ttl_s={ttl_s}: give a number of seconds above 0")
-    lease, ended = Lease(subject, float(ttl_s)), threading.Event()
+    ttl_s = check_number("ttl_s", ttl_s, "a number of seconds above 0", LEAST_POSITIVE)
+    lease, ended = Lease(subject, ttl_s), threading.Event()
     lease.take()
     renew = partial(_renew, lease, ended)
     thread = threading.Thread(target=renew, name="dist_ckpt lease", daemon=True)
