@@ -15,15 +15,21 @@ from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.format.strict_json import Json
 
-# A longer text loses its middle, so that the page stays small.
+# A text that is longer by more than the note about it loses its middle: the page stays small.
 MAX_CHARS = 300
+_NOTE_CHARS = 40
 
 
 def clip(text: str) -> str:
-    """Shorten a text to `MAX_CHARS`, and escape control characters and line ends."""
-    if len(text) > MAX_CHARS:
+    """Shorten a text to about `MAX_CHARS`, and escape control characters and line ends.
+
+    Words stay whole, such as digests, unless they are as long as a half of the text.
+    """
+    if len(text) > MAX_CHARS + _NOTE_CHARS:
         half = MAX_CHARS // 2
-        text = f"{text[:half]} ... {len(text) - 2 * half} characters ... {text[-half:]}"
+        start, end = text[:half], text[-half:]
+        start, end = start.rpartition(" ")[0] or start, end.partition(" ")[2] or end
+        text = f"{start} ... {len(text) - len(start) - len(end)} characters ... {end}"
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 

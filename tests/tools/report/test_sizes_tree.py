@@ -8,7 +8,14 @@ import pytest
 
 from dist_ckpt.core.checkpoint.checkpoint import TensorInfo
 from dist_ckpt.tools.report import sizes as trees
-from dist_ckpt.tools.report.sizes import MAX_CHILDREN, MAX_DEPTH, MAX_NODES, sizes_tree
+from dist_ckpt.tools.report.sizes import (
+    MAX_CHARS,
+    MAX_CHILDREN,
+    MAX_DEPTH,
+    MAX_NODES,
+    clip,
+    sizes_tree,
+)
 
 
 def a_tensor(nbytes: int, *, dtype: str = "float32", alias_of: str | None = None) -> TensorInfo:
@@ -72,6 +79,18 @@ def test_deep_and_long_names_are_bounded() -> None:
     rows: Any = sizes_tree({".".join("ab" * 900): a_tensor(4), ".".join("ac" * 900): a_tensor(4)})
     assert max(len(row["name"]) for row in rows) < 400
     assert len(rows) <= 2 * MAX_DEPTH
+
+
+def test_a_long_text_loses_its_middle_and_no_digest() -> None:
+    digest = "6941aabdc975340ed822b4b86be53220"
+    for length in range(2, 400):
+        text = f"{'file ' * (length // 5)}{digest} {'the index says ' * 20}"
+        short = clip(text)
+        assert digest in short or "6941" not in short
+        assert len(short) <= len(text)
+        assert len(short) < MAX_CHARS + 45
+    assert clip("x" * (MAX_CHARS + 2)) == "x" * (MAX_CHARS + 2)
+    assert clip("x" * 1000) == f"{'x' * 150} ... 700 characters ... {'x' * 150}"
 
 
 def test_no_box_is_deeper_than_a_page_shows() -> None:
