@@ -322,7 +322,10 @@ class DiffResult(JsonDocument, tag="dist-ckpt.diff/2", frozen=True):
     added: Texts
     changed: Mapping[str, Pair]
     objects: Mapping[str, Pair] | None
+    num_tensors: int
     values: tuple[TensorDifference, ...] | None
+    digests: Texts | None
+    not_compared: Texts
 
 
 class EstimateResult(JsonDocument, tag="dist-ckpt.estimate/2", frozen=True):

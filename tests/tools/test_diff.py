@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import dist_ckpt as dc
+from dist_ckpt.core.planning.save import save_planner
+from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.tools.inspect.diff import diff
 
 
@@ -74,6 +76,47 @@ def test_values_are_told_with_how_many_and_how_far(first: Path, tmp_path: Path) 
     assert one.num_differing == 1
     assert diff(first, tmp_path / "wide", values=True, rtol=0.1).same
     assert diff(first, tmp_path / "wide", values=True, exclude="*.w").same
+
+
+def test_digests_are_compared_by_default_and_nothing_is_read(
+    first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = {**state(w=torch.ones(12, 5)), "epoch": 4}
+    dc.save(other, tmp_path / "b", step=1, config={"lr": 1.0, "net": {"depth": 2}}, kind="small")
+    monkeypatch.setattr(BlockReader, "read", None)
+    found = diff(first, tmp_path / "b")
+    assert (found.digests, found.not_compared, found.num_tensors) == (("model.w",), (), 2)
+    assert (found.objects, found.values, found.same) == ({"epoch": ("3", "4")}, None, False)
+    assert diff(first, tmp_path / "b", exclude=["*.w", "epoch"]).same
+    assert diff(first, first).same
+
+
+@pytest.mark.parametrize("block_nbytes", [64, 1 << 20])
+def test_what_digests_cannot_compare_is_counted(
+    first: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_nbytes: int
+) -> None:
+    dc.reshard(first, tmp_path / "wide", world_size=3)
+    found = diff(first, tmp_path / "wide")
+    assert (found.not_compared, found.num_tensors) == (("model.w", "model.b"), 2)
+    monkeypatch.setattr(save_planner, "BLOCK_NBYTES", block_nbytes)
+    other = {**state(), "new": torch.ones(1)}  # the plan of the first save is cached
+    dc.save(other, tmp_path / "b", config={"lr": 1.0, "net": {"depth": 2}}, kind="small")
+    found = diff(first, tmp_path / "b", exclude="new")
+    assert found.not_compared == (("model.w",) if block_nbytes == 64 else ())
+    assert found.same
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_file({"w": torch.ones(2)}, tmp_path / "w.safetensors")
+    found = diff(tmp_path / "w.safetensors", tmp_path / "w.safetensors")
+    assert (found.not_compared, found.digests) == (("model.w",), ())
+
+
+def test_tied_names_and_empty_tensors_have_digests_too(tmp_path: Path) -> None:
+    shared = torch.ones(3)
+    dc.save({"m": {"a": shared, "b": shared, "e": torch.ones(0, 2)}}, tmp_path / "tied")
+    loose = {"a": shared.clone(), "b": torch.zeros(3), "e": torch.ones(0, 2)}
+    dc.save({"m": loose}, tmp_path / "loose")
+    found = diff(tmp_path / "tied", tmp_path / "loose")
+    assert (found.digests, found.not_compared, found.num_tensors) == (("m.b",), (), 3)
 
 
 def test_nan_is_like_nan_and_infinity_like_itself_alone(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import click
 
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import DiffResult, Pair, extend
+from dist_ckpt.errors import listed
+from dist_ckpt.reports import format_count
 from dist_ckpt.tools.inspect.diff import Difference
 from dist_ckpt.tools.inspect.diff import diff as differ
 
@@ -16,7 +18,7 @@ from dist_ckpt.tools.inspect.diff import diff as differ
 @click.command()
 @click.argument("a", type=shared_options.PATH)
 @click.argument("b", type=shared_options.PATH)
-@click.option("--values", is_flag=True, help="Also compare every value, bit for bit.")
+@click.option("--values", is_flag=True, help="Read and compare every value, bit for bit.")
 @click.option("--rtol", type=float, help="With --values: tolerance relative to the value in B.")
 @click.option("--atol", type=float, help="With --values: absolute tolerance.")
 @shared_options.selection
@@ -24,8 +26,10 @@ from dist_ckpt.tools.inspect.diff import diff as differ
 def diff(a: str, b: str, *, as_json: bool, **options: Any) -> None:
     """Show the differences between the checkpoints A and B.
 
-    The command compares configurations, names, dtypes and shapes; with --values also the values.
-    The layouts do not matter. Exit code 0 if A and B are equal, 1 if not.
+    The command compares configurations, names, dtypes, shapes and plain values. It compares tensors
+    by their stored digests. It counts tensors that are cut differently, and files of other systems
+    have no digests; --values compares all of them. Exit code 0 if A and B are equal, 1 if something
+    differs or was not compared.
 
     \b
     dist-ckpt diff runs/a@1000 runs/a@latest
@@ -34,17 +38,17 @@ def diff(a: str, b: str, *, as_json: bool, **options: Any) -> None:
     """
     with output.progress("diff") as update:
         difference = differ(a, b, **options, progress=update)
-    with output.exit_with(output.FINE if difference.same else output.FINDING):
+    is_equal = difference.same and not difference.not_compared
+    with output.exit_with(output.FINE if is_equal else output.FINDING):
         if as_json:
-            objects = None if difference.objects is None else _pairs(difference.objects)
-            config, changed = _pairs(difference.config), _pairs(difference.changed)
-            document = extend(
-                difference, DiffResult, config=config, changed=changed, objects=objects
-            )
-            output.print_json(document)
+            parts = {part: _pairs(getattr(difference, part)) for part in _PAIRS}
+            output.print_json(extend(difference, DiffResult, **parts))
         else:
             for line in _diff_lines(difference):
                 click.echo(output.printable(line))
+
+
+_PAIRS = ("config", "changed", "objects")
 
 
 def _pairs(differing: Mapping[str, tuple[str, str]]) -> dict[str, Pair]:
@@ -56,9 +60,15 @@ def _diff_lines(difference: Difference) -> list[str]:
     lines += [f"only in {difference.a}: {name}" for name in difference.removed]
     lines += [f"only in {difference.b}: {name}" for name in difference.added]
     lines += [f"{name}: {a} -> {b}" for name, (a, b) in difference.changed.items()]
-    lines += [f"{name}: {a} -> {b}" for name, (a, b) in (difference.objects or {}).items()]
+    lines += [f"{name}: {a} -> {b}" for name, (a, b) in difference.objects.items()]
     for tensor in difference.values or ():
         most = "" if tensor.max_difference is None else f", by {tensor.max_difference:.6g} at most"
         lines.append(f"{tensor.name}: {tensor.num_differing} of {tensor.numel} values differ{most}")
-    hint = "" if difference.values is not None else "; values were not compared, see --values"
-    return lines or [f"nothing differs{hint}"]
+    of = f"of {format_count(difference.num_tensors, 'tensor')}"
+    if digests := difference.digests:
+        text = f"the values of {len(digests)} {of} differ: {listed(digests)}"
+        lines.append(f"{text}; --values shows by how much")
+    if num := len(difference.not_compared):
+        why = "not compared (cut differently, or without digests)"
+        lines.append(f"{num} {of} {why}: --values compares them")
+    return lines or ["nothing differs"]

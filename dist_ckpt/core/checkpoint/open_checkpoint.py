@@ -18,7 +18,7 @@ from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import BLOCK_NBYTES
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.filenames import Attempt
-from dist_ckpt.core.format.geometry import Region
+from dist_ckpt.core.format.geometry import Cell, Region
 from dist_ckpt.core.format.index.index import Catalog, FileRecord, Index, Key, ObjectsFileRecord
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
@@ -271,6 +271,31 @@ class OpenCheckpoint:
         finally:
             while len(files) > most:
                 files.popitem(last=False)[1].close()
+
+    def block_digests(
+        self, names: Collection[str]
+    ) -> dict[str, dict[tuple[Cell, int], tuple[str, ...]]]:
+        """Return the stored digests of each tensor, by cell and by the bytes that a digest covers.
+
+        Reads the headers of files only, and checks them.
+        """
+        records = {fqn: self.catalog.tensors[fqn] for fqn in names}
+        wanted = [
+            TensorRequest(fqn, record.dtype, record.shape, (Region.whole(record.shape),))
+            for fqn, record in records.items()
+        ]
+        plan = plan_load(self.index, wanted)
+        with self.not_found_if_removed():
+            files = open_files(
+                self.storage, self.folder, self.index, plan, threads=self._num_threads, max_open=0
+            )
+        digests: dict[str, dict[tuple[Cell, int], tuple[str, ...]]] = {fqn: {} for fqn in names}
+        for file, items in files:
+            for item in items:
+                shard = file.shards[file.shard_number(item)]
+                covered = min(file.header.block_nbytes, shard.span.nbytes)
+                digests[item.tensor][shard.cell, covered] = shard.digests
+        return digests
 
     def stream(
         self,

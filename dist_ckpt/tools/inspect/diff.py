@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite, prod
 from typing import TYPE_CHECKING
 
@@ -45,7 +45,11 @@ class Difference:
     `config` has the differing configuration values by dotted name, and `kind`, each as two texts.
     `removed` are tensors that only `a` has, `added` are tensors that only `b` has. `changed` are
     tensors whose dtype or shape differs, each with two texts. `objects` are the plain values that
-    differ, `values` the tensors. Both are None if values were not compared.
+    differ, each with two texts.
+
+    `num_tensors` is the number of tensors that both have with one dtype and shape. `values` are
+    those whose values differ; None if only digests were compared. Then `digests` are those whose
+    digests differ, and digests cannot compare those in `not_compared`.
     """
 
     a: str
@@ -54,14 +58,17 @@ class Difference:
     removed: tuple[str, ...]
     added: tuple[str, ...]
     changed: Mapping[str, tuple[str, str]]
-    objects: Mapping[str, tuple[str, str]] | None = None
+    objects: Mapping[str, tuple[str, str]]
+    num_tensors: int
     values: tuple[ObjectDifference, ...] | None = None
+    digests: tuple[str, ...] | None = None
+    not_compared: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:
-        """True if nothing differs in the compared parts."""
-        parts = (self.config, self.removed, self.added, self.changed, self.objects, self.values)
-        return not any(parts)
+        """True if nothing differs in the compared parts. See also `not_compared`."""
+        parts = (self.config, self.removed, self.added, self.changed, self.objects)
+        return not any((*parts, self.values, self.digests))
 
 
 # The absolute and the relative tolerance between two values; None if the bits must be equal.
@@ -79,9 +86,12 @@ def diff(  # noqa: PLR0913 - the names, the parts, and the tolerances
     exclude: str | Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> Difference:
-    """Compare the checkpoints `a` and `b`: configurations, names, dtypes and shapes.
+    """Compare the checkpoints `a` and `b`: configurations, names, dtypes, shapes, plain values.
 
-    With `values` all values are compared too, a window of each checkpoint at a time. They are
+    Tensors are compared by the digests that both store. That reads no tensor. It needs one layout
+    and block size, and fails for files of other systems: such tensors are in `not_compared`.
+
+    With `values` all values are read and compared, a window of each checkpoint at a time. They are
     compared bit for bit, so nan equals nan, and 0.0 differs from -0.0. With `rtol` or `atol`,
     numbers are equal if they differ by at most `atol + rtol * abs(b)`. The layouts may differ.
     Plain values are compared exactly. Step, metadata, attached files and per-rank values are not
@@ -100,13 +110,10 @@ def diff(  # noqa: PLR0913 - the names, the parts, and the tolerances
         config = find_differences(first.config or {}, second.config or {})
         if first.kind != second.kind:
             config[KIND] = (repr(first.kind), repr(second.kind))
-        objects = None
-        if values:
-            objects_of_each = (
-                {name: value for name, value in each.objects.items() if name in selection}
-                for each in (first, second)
-            )
-            objects = find_differences(*objects_of_each)
+        objects_of_each = (
+            {name: value for name, value in each.objects.items() if name in selection}
+            for each in (first, second)
+        )
         pairs = {name: (names[0][name], names[1][name]) for name in names[0] if name in names[1]}
         changed = {}
         for name, pair in pairs.items():
@@ -116,20 +123,22 @@ def diff(  # noqa: PLR0913 - the names, the parts, and the tolerances
             )
             if texts[0] != texts[1]:
                 changed[name] = texts
-        differing = None
+        same = {name: pair for name, pair in pairs.items() if name not in changed}
+        difference = Difference(
+            a=left.path,
+            b=right.path,
+            config=config,
+            removed=tuple(name for name in names[0] if name not in pairs),
+            added=tuple(name for name in names[1] if name not in pairs),
+            changed=changed,
+            objects=find_differences(*objects_of_each),
+            num_tensors=len(same),
+        )
         if values:
-            same = {name: pair for name, pair in pairs.items() if name not in changed}
-            differing = tuple(_diff_values(left, right, same, tolerance, progress))
-    return Difference(
-        a=left.path,
-        b=right.path,
-        config=config,
-        removed=tuple(name for name in names[0] if name not in pairs),
-        added=tuple(name for name in names[1] if name not in pairs),
-        changed=changed,
-        objects=objects,
-        values=differing,
-    )
+            found = tuple(_diff_values(left, right, same, tolerance, progress))
+            return replace(difference, values=found)
+        digests, not_compared = _diff_digests(left, right, same)
+        return replace(difference, digests=digests, not_compared=not_compared)
 
 
 def _open(path: str | os.PathLike[str]) -> OpenCheckpoint:
@@ -166,6 +175,24 @@ def _select(
 
 def _dtype_and_shape(record: TensorRecord) -> str:
     return f"{record.dtype} {list(record.shape)}"
+
+
+def _diff_digests(
+    left: OpenCheckpoint, right: OpenCheckpoint, pairs: Mapping[str, tuple[str, str]]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of tensors whose digests differ, and of those that digests cannot compare.
+
+    Equal cells have equal digests if each digest covers the same bytes.
+    """
+    if not (left.index.has_digests and right.index.has_digests):
+        return (), tuple(pairs)
+    a = left.block_digests({name for name, _ in pairs.values()})
+    b = right.block_digests({name for _, name in pairs.values()})
+    digests = {name: (a[pair[0]], b[pair[1]]) for name, pair in pairs.items()}
+    return (
+        tuple(name for name, (x, y) in digests.items() if x.keys() == y.keys() and x != y),
+        tuple(name for name, (x, y) in digests.items() if x.keys() != y.keys()),
+    )
 
 
 def _diff_values(
