@@ -15,7 +15,7 @@ from typing import ParamSpec, TypeVar
 from dist_ckpt.async_save.snapshots.recovered_snapshots import find_files_on_host
 from dist_ckpt.core.checkpoint.opener import MemorySource, Opener
 from dist_ckpt.core.storage import Storage, open_storage
-from dist_ckpt.interop.registry import foreign_at
+from dist_ckpt.interop.registry import open_foreign
 from dist_ckpt.runs.selectors import resolve_with_lease
 
 P = ParamSpec("P")
@@ -25,7 +25,7 @@ R = TypeVar("R")
 def _open(path: str | os.PathLike[str], *, direct_reads: bool = False) -> tuple[Storage, str]:
     """Open the storage of a path, or a view of another system's files as a checkpoint."""
     storage, text = open_storage(path, direct_reads=direct_reads)
-    return foreign_at(storage, text) or storage, text
+    return open_foreign(storage, text) or storage, text
 
 
 # Opens our checkpoints, selectors of runs, and safetensors files. Snapshots that background saves

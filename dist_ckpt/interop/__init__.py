@@ -1,9 +1,12 @@
 """Other systems: read and write their files, and use their functions with this format.
 
-`interop/dcp/adapter.py` adapts torch's checkpoint functions. The `export` modules write files for
-other libraries, and `imports.py` makes checkpoints from theirs. The `read` modules, and those in
-`interop/frameworks/`, read files in place. `interop/shrew/files.py` reads and writes one-file
-checkpoints. Each format has a line in `cli/commands/import_.py` or `cli/commands/export.py`.
+- Which system wrote a file, and which module reads it: `registry.py`.
+- What `dc.load` and `dc.open` read in place: the `read` module of a system, and `frameworks/`.
+- What an import does with it: `imports.py`. What all readers share: `readers/`.
+- What an export writes: the `export` module of a system; a folder of files: `new_folder.py`.
+- `torch.distributed.checkpoint` over this format: `dcp/adapter.py`.
+
+Each format has a line in `cli/commands/import_.py` or `cli/commands/export.py`.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.interop.readers.nested_state import ImportFilter
-from dist_ckpt.interop.readers.virtual_checkpoint import checkpoint_of
-from dist_ckpt.interop.registry import FORMATS, HF_FILE, HF_INDEX, foreign_at, reader_module
+from dist_ckpt.interop.readers.virtual_checkpoint import build_virtual_checkpoint
+from dist_ckpt.interop.registry import FORMATS, HF_FILE, HF_INDEX, open_foreign, reader_module
 from dist_ckpt.reports import Progress, SaveReport
 from dist_ckpt.tools.rewrite.reshard import even_sharding, plan_rewrite
 from dist_ckpt.tools.rewrite.write_plan import WritePlan
@@ -176,13 +176,13 @@ def open_pickled(kind: str, path: StrPath, import_filter: ImportFilter) -> tuple
     storage, text = open_storage(path)
     foreign_format = FORMATS[kind]
     state = reader_module(foreign_format.reader).read(storage, text, import_filter)
-    return checkpoint_of(storage, text, state, foreign_format.name), text
+    return build_virtual_checkpoint(storage, text, state, foreign_format.name), text
 
 
 def _open_safetensors(path: StrPath) -> tuple[Storage, str]:
     """Return a storage that presents safetensors files as a checkpoint, and its path."""
     storage, text = open_storage(path)
-    if (files := foreign_at(storage, text)) is None:
+    if (files := open_foreign(storage, text)) is None:
         if not os.path.exists(text):
             raise NotFoundError(f"{text}: the path does not exist; check it")
         raise IncompatibleError(

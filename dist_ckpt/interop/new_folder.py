@@ -4,45 +4,48 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from dist_ckpt.core.storage import Storage
+from dist_ckpt.core.storage import Entry, Storage
 from dist_ckpt.core.storage.local.local_storage import describe_os_error, exchange_names
-from dist_ckpt.errors import (
-    CheckpointError,
-    CorruptError,
-    ExistsError,
-    IncompatibleError,
-    StorageError,
-)
-from dist_ckpt.interop.hf import read
-from dist_ckpt.interop.hf.export_plan import METADATA
-from dist_ckpt.interop.registry import HF_INDEX, SAFETENSORS
+from dist_ckpt.errors import CheckpointError, ExistsError, StorageError
 from dist_ckpt.tools.new_file import check_parent, temporary_beside
 
 _log = logging.getLogger("dist_ckpt")
 
 
+def check_no_folder(storage: Storage, path: str) -> tuple[str, ...]:
+    """Return (), for `new_folder`. ExistsError unless a path is free, or an empty folder."""
+    if list_target(storage, path):
+        raise ExistsError(f"{path}: something is there already: choose another path, or remove it")
+    return ()
+
+
 @contextmanager
-def new_folder(storage: Storage, path: str, *, overwrite: bool | None) -> Iterator[str]:
+def new_folder(
+    storage: Storage,
+    path: str,
+    check: Callable[[Storage, str], tuple[str, ...]] = check_no_folder,
+    *,
+    replaces: bool = False,
+) -> Iterator[str]:
     """Yield a temporary folder to write into; rename it to `path`, durably, at the end.
 
     The temporary folder is next to `path`, and is removed after an error. An empty folder at `path`
-    is replaced. With `overwrite`, so is a folder of an earlier export: its other files, such as
-    config.json, are linked into the new one. `overwrite` is None if replacing is impossible.
-    ExistsError if anything else exists at `path`.
+    is replaced. With `replaces` any folder is, if `check` allows it: it raises an error, or returns
+    the old files to link into the new folder. ExistsError if anything else exists at `path`.
     """
-    check_replaceable(storage, path, overwrite=overwrite)
+    check(storage, path)
     temporary = temporary_beside(path)
     is_renamed = False
     try:
         storage.make_folder(temporary)
         yield temporary
-        for file in check_replaceable(storage, path, overwrite=overwrite):
+        for file in check(storage, path):
             storage.link(f"{path}/{file}", f"{temporary}/{file}")
         storage.sync(temporary)
-        _rename(storage, temporary, path, replaces=bool(overwrite))
+        _rename(storage, temporary, path, replaces=replaces)
         is_renamed = True
         storage.sync(os.path.dirname(path))
     except BaseException:
@@ -52,40 +55,17 @@ def new_folder(storage: Storage, path: str, *, overwrite: bool | None) -> Iterat
     _remove(storage, temporary)  # after an exchange, this is the old folder
 
 
-def check_replaceable(storage: Storage, path: str, *, overwrite: bool | None) -> tuple[str, ...]:
-    """Return the files to keep of a folder at `path`. ExistsError if it must not be replaced.
-
-    With `overwrite`, a folder can be replaced if exports wrote all its safetensors files. Its other
-    files are kept.
-    """
-    if not isinstance(overwrite, bool | None):
-        raise TypeError(f"overwrite={overwrite!r}: give True or False")
+def list_target(storage: Storage, path: str) -> Sequence[Entry]:
+    """Return what is in the folder at `path`, if any. ExistsError for anything but a folder."""
     check_parent(path)
     if os.path.islink(path):  # callers resolve links first
         raise ExistsError(f"{path} is now a link to {os.readlink(path)}: look at it")
     try:
-        entries = storage.list(path)
+        return storage.list(path)
     except FileNotFoundError:
         return ()
     except NotADirectoryError:
         raise ExistsError(f"{path} is not a folder: choose another path") from None
-    if entries and not overwrite:
-        remedy = "replace it (overwrite=True, on the command line --overwrite)"
-        raise ExistsError(
-            f"{path}: something is there already: choose another path, or "
-            f"{'remove it' if overwrite is None else remedy}"
-        )
-    foreign_names = [entry.name for entry in entries if entry.kind != "file"]
-    tensor_files = [entry.name for entry in entries if entry.name.endswith(SAFETENSORS)]
-    files = [name for name in tensor_files if name not in foreign_names]
-    foreign_names += [name for name in files if not _is_of_export(storage, path, name)]
-    if foreign_names:
-        raise ExistsError(
-            f"{path} has {', '.join(sorted(foreign_names)[:5])}, which no export has "
-            f"written, so it is not replaced: choose another path, or remove it"
-        )
-    replaced = {*tensor_files, HF_INDEX}
-    return tuple(entry.name for entry in entries if entry.name not in replaced)
 
 
 def write_document(storage: Storage, path: str, data: bytes) -> int:
@@ -96,14 +76,6 @@ def write_document(storage: Storage, path: str, data: bytes) -> int:
         return file.finish()
     finally:
         file.discard()
-
-
-def _is_of_export(storage: Storage, folder: str, name: str) -> bool:
-    try:
-        state = read.read_file(storage, f"{folder}/{name}")
-    except (CorruptError, IncompatibleError):
-        return False
-    return state.metadata.get("exported_by") == METADATA["exported_by"]
 
 
 def _rename(storage: Storage, temporary: str, path: str, *, replaces: bool) -> None:

@@ -1,4 +1,4 @@
-"""Detect files of another system at a path, and select their reader.
+"""Detect and open the files of other systems, and select their reader.
 
 A table lists the marker files and the reader module of each system. A reader is imported by name
 only when its marker exists: loading a dist_ckpt checkpoint imports no reader.
@@ -13,8 +13,14 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from dist_ckpt.core.commit.attempts import parse_attempts
-from dist_ckpt.core.storage import Storage, real_path
-from dist_ckpt.errors import CheckpointError, IncompatibleError
+from dist_ckpt.core.storage import ReadableFile, Storage, real_path
+from dist_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    IncompatibleError,
+    NotFoundError,
+    StorageError,
+)
 
 SAFETENSORS = ".safetensors"
 HF_INDEX = "model.safetensors.index.json"
@@ -29,7 +35,7 @@ MEGATRON_ABOUT = "metadata.json"
 MEGATRON_COMMON = "common.pt"
 
 # First bytes of a zip archive and of pickles: torch.save writes zip, old versions wrote pickles.
-_PICKLED = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
+_PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,7 @@ FORMATS = {
 }
 
 # A folder with all of these files has that format; the first match counts.
-_FOLDERS = (
+_FOLDER_MARKERS = (
     ((LIGHTNING_META, DCP_METADATA), "lightning"),
     ((MEGATRON_LATEST,), "megatron"),
     ((MEGATRON_ABOUT, MEGATRON_COMMON), "megatron"),
@@ -64,45 +70,47 @@ def reader_module(name: str) -> ModuleType:
     return importlib.import_module(f"{__package__}.{name}")
 
 
-def foreign_at(storage: Storage, path: str) -> Storage | None:
+def open_foreign(storage: Storage, path: str) -> Storage | None:
     """Return a storage that presents another system's files at `path` as a checkpoint, or None.
 
     These are a safetensors file, or a folder of them as Hugging Face writes it. A folder with
     attempts of dist_ckpt is always a dist_ckpt checkpoint. IncompatibleError, with the remedy, for
     files that must be imported. CorruptError, NotFoundError for damaged or missing files.
     """
-    if (start := _start_of(storage, path)) is not None:
+    if (first_bytes := _first_bytes(storage, path)) is not None:
         if path.endswith(SAFETENSORS):
             return _open_safetensors(storage, path, path)
-        if start.startswith(_PICKLED):
-            raise _to_import("lightning" if path.endswith(".ckpt") else "torch", path)
+        if first_bytes.startswith(_PICKLE_STARTS):
+            raise _import_error("lightning" if path.endswith(".ckpt") else "torch", path)
         return None
     try:
         entries = storage.list(path)
         is_ours = any(parse_attempts(entries))
     except (FileNotFoundError, NotADirectoryError, CheckpointError):
         return None  # the caller that opens the checkpoint reports the reason
-    return None if is_ours else _in_folder(storage, path, [entry.name for entry in entries])
+    return None if is_ours else _open_folder(storage, path, [entry.name for entry in entries])
 
 
-def _in_folder(storage: Storage, path: str, names: Collection[str]) -> Storage | None:
-    if _has(storage, path, DCP_METADATA_OF_RANK) and not _has(storage, path, DCP_METADATA):
-        raise reader_module("dcp.read").no_metadata(storage, path)
-    for markers, kind in _FOLDERS:
-        if _has(storage, path, *markers):
-            raise _to_import(kind, path)
+def _open_folder(storage: Storage, path: str, names: Collection[str]) -> Storage | None:
+    def has(name: str) -> bool:
+        return is_file(storage, f"{path}/{name}")
+
+    if has(DCP_METADATA_OF_RANK) and not has(DCP_METADATA):
+        raise reader_module("dcp.read").missing_metadata_error(storage, path)
+    for markers, format_name in _FOLDER_MARKERS:
+        if all(map(has, markers)):
+            raise _import_error(format_name, path)
     has_marker = any(n == DEEPSPEED_LATEST or n.endswith(DEEPSPEED_STATES) for n in names)
     if has_marker and reader_module("frameworks.deepspeed").is_folder(storage, path):
-        raise _to_import("deepspeed", path)
-    if _has(storage, path, HF_INDEX):
+        raise _import_error("deepspeed", path)
+    if has(HF_INDEX):
         return _open_safetensors(storage, path, None)
-    if _has(storage, path, HF_FILE):
+    if has(HF_FILE):
         return _open_safetensors(storage, path, f"{path}/{HF_FILE}")
-    if _has(storage, path, DCP_METADATA):
+    if has(DCP_METADATA):
         raise IncompatibleError(
-            f"{path} is {FORMATS['dcp'].name}: load it with "
-            f"dist_ckpt.interop.dcp.load, or convert it with "
-            f"`dist-ckpt import --from dcp {path} TARGET`; both unpickle nothing"
+            f"{path} is {FORMATS['dcp'].name}: load it with dist_ckpt.interop.dcp.load, or "
+            f"convert it with `dist-ckpt import --from dcp {path} TARGET`; both unpickle nothing"
         )
     return None
 
@@ -113,24 +121,53 @@ def _open_safetensors(storage: Storage, path: str, file: str | None) -> Storage:
     return opened
 
 
-def _to_import(kind: str, path: str) -> IncompatibleError:
+def _import_error(format_name: str, path: str) -> IncompatibleError:
     return IncompatibleError(
-        f"{path} is {FORMATS[kind].name}: convert it to a checkpoint with "
-        f"`dist-ckpt import --from {kind} {path} TARGET`, which unpickles nothing"
+        f"{path} is {FORMATS[format_name].name}: convert it to a checkpoint with "
+        f"`dist-ckpt import --from {format_name} {path} TARGET`, which unpickles nothing"
     )
 
 
-def _has(storage: Storage, path: str, *names: str) -> bool:
-    return all(_start_of(storage, f"{path}/{name}") is not None for name in names)
+# --- files -----------------------------------------------------------------------------------
 
 
-def _start_of(storage: Storage, path: str) -> bytes | None:
-    """Return the first bytes of a file; None if the file does not exist."""
+def open_file(storage: Storage, path: str) -> ReadableFile:
+    """Open a file, and follow links: all files in the Hugging Face cache are links.
+
+    NotFoundError if it does not exist, CorruptError if it is not a regular file.
+    """
     try:
-        # Follow links: all files in the Hugging Face cache are links.
-        file = storage.open(real_path(path))
-    except (FileNotFoundError, NotADirectoryError, CheckpointError):
+        return storage.open(real_path(path))
+    except (FileNotFoundError, StorageError) as error:
+        if isinstance(error, StorageError) and not isinstance(error.__cause__, NotADirectoryError):
+            raise
+        raise NotFoundError(f"{path}: the file does not exist; check the path") from None
+
+
+def read_bytes(storage: Storage, path: str, max_nbytes: int) -> bytes:
+    """Return the bytes of a file. CorruptError if it is too large; the errors of `open_file`."""
+    with closing(open_file(storage, path)) as file:
+        if file.nbytes > max_nbytes:
+            raise CorruptError(
+                f"{path} has {file.nbytes} bytes, but at most {max_nbytes} are read; fetch it again"
+            )
+        return _read_start(file, file.nbytes)
+
+
+def is_file(storage: Storage, path: str) -> bool:
+    """Return True if a file exists at a path, and can be opened."""
+    return _first_bytes(storage, path) is not None
+
+
+def _first_bytes(storage: Storage, path: str) -> bytes | None:
+    try:
+        file = open_file(storage, path)
+    except CheckpointError:
         return None
     with closing(file):
-        start = bytearray(4)
-        return bytes(start[: file.read_into(0, memoryview(start))])
+        return _read_start(file, 4)
+
+
+def _read_start(file: ReadableFile, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    return bytes(data[: file.read_into(0, memoryview(data))])

@@ -21,7 +21,7 @@ from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, NotFoundError
 from dist_ckpt.interop import new_folder
 from dist_ckpt.interop.hf import export
-from dist_ckpt.interop.hf.export_plan import nbytes_of
+from dist_ckpt.interop.hf.export_plan import parse_size
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from subclass_tensors import Quantized
 
@@ -337,7 +337,7 @@ def test_options_that_make_no_sense(tmp_path: Path, options: dict[str, Any], sai
     ("text", "nbytes"), [("5GB", 5 * 10**9), ("1.5 KiB", 1536), ("7", 7), ("2mb", 2 * 10**6)]
 )
 def test_sizes_as_people_write_them(text: str, nbytes: int) -> None:
-    assert nbytes_of(text) == nbytes
+    assert parse_size(text) == nbytes
 
 
 # --- what is there already ---------------------------------------------------------------------

@@ -28,6 +28,6 @@ def test_what_lies_in_a_folder_is_durable_before_it_gets_its_name(
 
     monkeypatch.setattr(cls, "sync", synced)
     monkeypatch.setattr(cls, "rename", renamed)
-    with new_folder(storage, path, overwrite=None) as there:
+    with new_folder(storage, path) as there:
         Path(there, "file").write_bytes(b"1")
     assert calls == [("sync", there), ("rename", there), ("sync", str(tmp_path))]

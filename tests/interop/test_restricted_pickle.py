@@ -23,7 +23,7 @@ import dist_ckpt as dc
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
 from dist_ckpt.interop import imports
 from dist_ckpt.interop.readers.restricted_pickle import PickleBudget, read
-from dist_ckpt.interop.readers.torch_pickles import TABLE, storage_of
+from dist_ckpt.interop.readers.torch_pickles import TORCH_NAMES, resolve_storage
 from long_mode import sampled_params
 
 WHAT = "file.pt"
@@ -64,7 +64,7 @@ def test_what_a_pickle_calls_is_named_and_not_run(tmp_path: Path, name: str, pro
     marker = tmp_path / "ran"
     data = pickle.dumps(hostile(marker)[name], protocol)
     with pytest.raises(IncompatibleError, match=r"file\.pt names .*not run"):
-        read(data, TABLE, WHAT)
+        read(data, TORCH_NAMES, WHAT)
     assert not marker.exists()
 
 
@@ -140,13 +140,13 @@ SENSELESS = {
 @pytest.mark.parametrize("name", SENSELESS)
 def test_a_stream_that_makes_no_sense_is_refused(name: str) -> None:
     with pytest.raises(CorruptError, match=r"file\.pt: not a pickle of plain data"):
-        read(SENSELESS[name], TABLE, WHAT)
+        read(SENSELESS[name], TORCH_NAMES, WHAT)
 
 
 def test_a_name_is_no_attribute_of_another() -> None:
     for name in (b"cos.path\nsystem\n", b"ccollections\nabc.os.system\n", b"ctorch\n__class__\n"):
         with pytest.raises(IncompatibleError, match="not run here"):
-            read(stream(name), TABLE, WHAT)
+            read(stream(name), TORCH_NAMES, WHAT)
 
 
 def test_the_registry_of_extensions_is_not_asked() -> None:
@@ -155,7 +155,7 @@ def test_the_registry_of_extensions_is_not_asked() -> None:
         data = pickle.dumps(os.system, 2)
         assert any(op.name == "EXT1" for op, *_ in pickletools.genops(data))
         with pytest.raises(CorruptError, match="opcode 0x82"):
-            read(data, TABLE, WHAT)
+            read(data, TORCH_NAMES, WHAT)
     finally:
         copyreg.remove_extension(os.system.__module__, "system", 7)
 
@@ -268,7 +268,7 @@ def test_a_class_in_a_class_in_a_class_is_refused() -> None:
     name, depth = b"ctorch._tensor\n_rebuild_from_type_v2\n", 3000
     inner = b"(" + (name + b"ctorch\nTensor\n(") * depth + b"t" + b"}t" * depth
     with pytest.raises(CorruptError, match="within another"):
-        read(stream(name, inner, b"R"), TABLE, WHAT)
+        read(stream(name, inner, b"R"), TORCH_NAMES, WHAT)
 
 
 @pytest.mark.parametrize(
@@ -321,7 +321,7 @@ SLOW = {
 def test_no_step_takes_as_long_as_the_stream(name: str, *, keep_unknown: bool) -> None:
     start = time.process_time()
     with pytest.raises(CheckpointError, match=r"file\.pt"):
-        read(SLOW[name], TABLE, WHAT, keep_unknown=keep_unknown)
+        read(SLOW[name], TORCH_NAMES, WHAT, keep_unknown=keep_unknown)
     assert time.process_time() - start < 10
 
 
@@ -332,13 +332,13 @@ def test_calls_within_calls_are_refused_without_a_crash() -> None:
         b")" + b"Nt" * 100_000 + b"R",
     )
     with pytest.raises(CorruptError, match="a class within another"):
-        read(data, TABLE, WHAT)
+        read(data, TORCH_NAMES, WHAT)
 
 
 def test_a_memo_of_a_high_number_takes_no_memory() -> None:
     tracemalloc.start()
     try:
-        assert read(stream(b"}r\xff\xff\xff\x7f"), TABLE, WHAT) == {}
+        assert read(stream(b"}r\xff\xff\xff\x7f"), TORCH_NAMES, WHAT) == {}
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -374,7 +374,7 @@ VALUES = [
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 @pytest.mark.parametrize("value", VALUES, ids=lambda v: repr(v)[:20])
 def test_plain_data_comes_as_it_was(value: object, protocol: int) -> None:
-    found = read(pickle.dumps([value, value], protocol), TABLE, WHAT)
+    found = read(pickle.dumps([value, value], protocol), TORCH_NAMES, WHAT)
     assert found == [value, value]
     assert type(found[0]) is type(value)
 
@@ -388,7 +388,7 @@ def test_bytes_at_random_make_no_other_error() -> None:
         for _ in range(choose.randint(1, 4)):
             data[choose.randrange(len(data))] = choose.randrange(256)
         try:
-            read(bytes(data), TABLE, WHAT, storage_of)
+            read(bytes(data), TORCH_NAMES, WHAT, resolve_storage)
             kept += 1
         except CheckpointError as error:
             messages.append(str(error))

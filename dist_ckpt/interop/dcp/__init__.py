@@ -1,6 +1,6 @@
 """torch.distributed.checkpoint: read, export, and its planners over our format.
 
-- A folder of a newer torch: `_TABLE` of `read.py`, the names that `.metadata` may have.
+- A folder of a newer torch: `_DCP_NAMES` of `read.py`, the names that `.metadata` may have.
 - What a torchrun job calls as `dcp.save` and `dcp.load`: `adapter.py`.
 """
 

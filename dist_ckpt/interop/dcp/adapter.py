@@ -7,7 +7,7 @@
     dcp.load(state_dict, storage_reader=StorageReader("runs/a@latest"))
 
 The writer makes ordinary checkpoints of dist_ckpt. The reader also reads checkpoints of `dc.save`
-if their names are those of the state dict. `load` reads a folder of `dcp.save`, as `dc.load` would:
+whose names are those of the state dict. `load` reads a folder of `dcp.save` as `dc.load` would:
 
     load(state, "old/step-100")
 """
@@ -56,7 +56,7 @@ from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import ConflictError, RankError
-from dist_ckpt.interop.dcp.flat_state_dict import DcpKeys, PlannedReads, local_state_of
+from dist_ckpt.interop.dcp.flat_state_dict import DcpKeys, PlannedReads, read_local_state
 from dist_ckpt.interop.imports import StrPath, open_pickled
 from dist_ckpt.interop.readers.nested_state import ImportFilter
 from dist_ckpt.reports import LoadReport, Phases, SaveReport, format_size
@@ -113,7 +113,7 @@ class DcpLoadReport:
     """The result of a `dcp.load` with a `StorageReader` on this rank, without DCP's planning.
 
     `nbytes_read` bytes of tensors came from storage, `nbytes_received` from other ranks of this
-    host. `seconds` are by phase: "open" resolves the path, "check" opens the files and agrees,
+    host. `seconds` has the phases: "open" resolves the path, "check" opens the files and agrees,
     "read" reads, verifies and fills, "place" converts tensors and passes values to the planner.
     """
 
@@ -176,7 +176,7 @@ class StorageWriter(dcp.StorageWriter):
 
     # DCP passes `use_collectives` only to writers that have a parameter `is_coordinator`.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: FBT001
-        """Note how the ranks plan. ValueError without a path, TypeError if a group was lost."""
+        """Store if ranks plan together. ValueError without a path, TypeError for a lost group."""
         del is_coordinator, args
         if self._has_lost_group:
             raise TypeError(
@@ -209,12 +209,12 @@ class StorageWriter(dcp.StorageWriter):
         results: list[WriteResult] = []
 
         def read() -> Any:
-            local, sizes = local_state_of(plan, planner, session)
+            local, sizes = read_local_state(plan, planner, session)
             results.extend(WriteResult(index, nbytes, None) for index, nbytes in sizes)
             return local
 
         path = _check_path(self.checkpoint_id, "StorageWriter")
-        with _lost_ranks_logged():
+        with _log_lost_rank():
             self.report = save_together(session, StateReader(read), path, self._options)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -336,7 +336,7 @@ class StorageReader(dcp.StorageReader):
         is_one_of_many = is_in_job and not shared_read_id
         session = single_process_session() if is_one_of_many else session_of(self._group)
         tensors = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
-        with _lost_ranks_logged():
+        with _log_lost_rank():
             # If each rank reads alone, the page cache shares the data between them.
             storage, _ = OPENER.open(opened.path, direct_reads=not is_one_of_many)
             nbytes_read, nbytes_received = PlannedReads(tensors, planner, keys).fill(
@@ -377,8 +377,8 @@ class StorageReader(dcp.StorageReader):
 
 
 @contextmanager
-def _lost_ranks_logged() -> Iterator[None]:
-    """Log the lost rank: DCP then gathers the errors of all ranks, fails, and raises only that."""
+def _log_lost_rank() -> Iterator[None]:
+    """Log a RankError: DCP then cannot gather the errors of all ranks, and raises only that."""
     try:
         yield
     except RankError as error:
@@ -398,8 +398,8 @@ def _check_path(path: StrPath | None, cls: str) -> StrPath:
 
 # --- the values that a load of a folder of DCP needs -------------------------------------------
 
-# The groups of an optimizer are read to bind it, also if the load excludes them.
-_OF_OPTIMIZERS = frozenset({"state", "param_groups"})
+# The keys of an optimizer's state dict. Both are read to bind it, also if the load excludes them.
+_OPTIMIZER_KEYS = frozenset({"state", "param_groups"})
 
 
 @dataclass(frozen=True)
@@ -407,8 +407,8 @@ class RequiredValues:
     """Decides if a load into `state` may read the value that was saved under a name.
 
     It may not if a rename drops the name, if no top-level key of the state contains it, or if the
-    load excludes that key or the value. `path` is the argument of the load. If it is a `Source`,
-    whose options are unknown here, every value may be read.
+    load excludes that key or the value. `path` is the argument of the load. It may be a `Source`,
+    whose options are unknown here: then every value may be read.
     """
 
     state: Mapping[object, object]
@@ -416,9 +416,9 @@ class RequiredValues:
     options: LoadOptions
 
     def __call__(self, saved: str) -> bool:
-        """Return True if the load may read the value, or if this is not certain."""
+        """Return True if the load may read the value."""
         is_sure = isinstance(self.path, str | os.PathLike)
-        is_of_optimizer = not _OF_OPTIMIZERS.isdisjoint(saved.split("."))
+        is_of_optimizer = not _OPTIMIZER_KEYS.isdisjoint(saved.split("."))
         if not is_sure or (is_of_optimizer and self.options.rename):
             return True
         name = self._rename.apply([saved])[0].get(saved, saved)

@@ -28,14 +28,14 @@ from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import IncompatibleError, StorageError, listed
 from dist_ckpt.interop.dcp.flat_state_dict import DcpKeys
-from dist_ckpt.interop.new_folder import check_replaceable, new_folder, write_document
+from dist_ckpt.interop.new_folder import check_no_folder, new_folder, write_document
 from dist_ckpt.interop.registry import DCP_METADATA
 from dist_ckpt.interop.torch_save.export import can_be_saved
 from dist_ckpt.reports import Progress
 from dist_ckpt.tools.new_file import StreamedFile, check_outside
 from dist_ckpt.tools.rewrite.write_plan import WritePlan
 
-_DATA = "__0_0.distcp"
+_DATA_FILE = "__0_0.distcp"
 
 # A larger tensor is written in parts. Three windows of this size are in memory.
 _PART_NBYTES = 32 << 20
@@ -77,10 +77,10 @@ def plan_export(
     opened, stored, metadata = _open_selected(source, folder, parse_selection(include, exclude))
     target, path = open_storage(folder)
     path = real_path(path)
-    check_replaceable(target, path, overwrite=None)
+    check_no_folder(target, path)
     entries = metadata.state_dict_metadata.items()
     tensors = {stored.fqn(key) for key, e in entries if isinstance(e, TensorStorageMetadata)}
-    sizes = {_DATA: opened.tensor_nbytes(tensors), DCP_METADATA: len(pickle.dumps(metadata))}
+    sizes = {_DATA_FILE: opened.tensor_nbytes(tensors), DCP_METADATA: len(pickle.dumps(metadata))}
     return WritePlan(path, partial(_write, opened, stored, metadata, (target, path)), lambda: sizes)
 
 
@@ -106,11 +106,14 @@ def _write(
         ]
         first.setdefault(stored.fqn(key), key)
     metadata.version = DCP_VERSION
-    with new_folder(storage, path, overwrite=None) as new:
-        with opened, StreamedFile(storage, f"{new}/{_DATA}", opened.tensor_nbytes(first)) as data:
+    with new_folder(storage, path) as new:
+        with (
+            opened,
+            StreamedFile(storage, f"{new}/{_DATA_FILE}", opened.tensor_nbytes(first)) as data,
+        ):
             values = ((key, value) for key, value in stored.values.items() if key in entries)
-            items = {MetadataIndex(key): _put_item(data, value) for key, value in values}
-            items |= _put_tensors(opened, first, data, progress)
+            items = {MetadataIndex(key): _write_item(data, value) for key, value in values}
+            items |= _write_tensors(opened, first, data, progress)
             data.finish()
         # Tied tensors have the same chunks.
         metadata.storage_data = dict(items)
@@ -172,12 +175,12 @@ def _problems(
                 yield f"{name} is {dtype}, which torch.save does not support: {remedy}"
 
 
-def _put_tensors(
+def _write_tensors(
     opened: OpenCheckpoint, keys: Mapping[str, str], data: StreamedFile, progress: Progress | None
 ) -> dict[MetadataIndex, DcpStorageInfo]:
-    """Write the tensors of some names, box by box; return the locations by DCP's keys.
+    """Write tensors as boxes; return the location of each box. `keys` has DCP's keys by name.
 
-    Each box is an item of the file. A tensor without elements is one item.
+    A tensor without elements is one item.
     """
     locations, done, nbytes = {}, 0, opened.tensor_nbytes(keys)
     for fqn, key in keys.items():
@@ -185,7 +188,7 @@ def _put_tensors(
         if 0 in record.shape:
             empty = torch.empty(record.shape, dtype=torch_dtype(record.dtype))
             index = MetadataIndex(key, torch.Size([0] * len(record.shape)))
-            locations[index] = _put_item(data, empty)
+            locations[index] = _write_item(data, empty)
     windows = opened.stream(keys, window_nbytes=_PART_NBYTES, order="names")
     with closing(windows):
         for want, memory in (part for window in windows for part in window.parts):
@@ -193,19 +196,19 @@ def _put_tensors(
             assert isinstance(box, Region)
             tensor = torch.frombuffer(memory, dtype=torch_dtype(want.dtype)).view(box.shape)
             index = MetadataIndex(keys[want.fqn], torch.Size(box.offset))
-            locations[index] = _put_item(data, tensor)
+            locations[index] = _write_item(data, tensor)
             done += memory.nbytes
             if progress is not None:
                 progress(done, nbytes)
     return locations
 
 
-def _put_item(data: StreamedFile, value: object) -> DcpStorageInfo:
+def _write_item(data: StreamedFile, value: object) -> DcpStorageInfo:
     """Write an item, which is an archive of torch.save; return its location."""
     start = data.nbytes
     try:
         torch.save(value, data)  # type: ignore[arg-type]  # noqa: TID251 - as DCP has it
     except RuntimeError:
         # Torch's error does not have the cause, even for an interrupt.
-        raise data.failure or StorageError(f"{_DATA} cannot be written") from None
-    return DcpStorageInfo(_DATA, start, data.nbytes - start)
+        raise data.failure or StorageError(f"{_DATA_FILE} cannot be written") from None
+    return DcpStorageInfo(_DATA_FILE, start, data.nbytes - start)

@@ -1,7 +1,7 @@
-"""The flattened state dict of DCP: a checkpoint by its keys, and the items of its planners.
+"""The flattened state dict of DCP: a checkpoint by DCP's keys, and the items of DCP's planners.
 
-The planner's data has the nested path of each key. The names of a saved tensor or value follow
-from this path, as in `dc.save`.
+A key is the path in the nested state, joined by dots; the planner's data has these paths. `dc.save`
+would give a tensor or value the same name, except for the parameters in an optimizer's state.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from dist_ckpt.core.state.tensors.read_tensor import describe_source
 from dist_ckpt.core.state.tensors.tensor_subclasses import is_wrapper_subclass
 from dist_ckpt.core.state.tree.containers import child_name, is_mapping
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.interop.readers.nested_state import Path, join_path, tree_of
-from dist_ckpt.interop.readers.virtual_checkpoint import LOOSE
+from dist_ckpt.interop.readers.nested_state import Path, build_tree, join_path
+from dist_ckpt.interop.readers.virtual_checkpoint import TOP_LEVEL_COMPONENT
 
 # The names of the parameters in a group of an optimizer.
 _PARAMS = re.compile(r"(.+)\.param_groups\.\d+\.params")
@@ -65,7 +65,7 @@ class DcpKeys:
         main = opened.objects()
         values = dict(main.values)
         for fqn, holder in self._catalog.values.items():
-            if holder:  # the value is in another file than the global one
+            if holder:  # another rank's objects file has the value
                 values[fqn] = opened.value(fqn)
         self.per_rank = [*self._catalog.per_rank]
         for fqn, keys in self._catalog.per_rank.items():
@@ -73,15 +73,16 @@ class DcpKeys:
                 values[fqn] = opened.value_of_rank(fqn, rank)
         tensors = (*self._catalog.tensors, *self._catalog.aliases)
         above = {child_name(node.fqn, key): node.fqn for node in main.tree for key in node.keys}
-        paths, models = _paths_of(main), models_of(values, frozenset(tensors), above)
+        paths = _container_paths(main)
+        models = find_trained_models(values, frozenset(tensors), above)
         self._tree = main.tree
-        # By DCP's keys: the nested path of each, its name in the checkpoint, and the values.
+        # By DCP's key: the nested path, the name in the checkpoint, and the value.
         self._paths: dict[str, Path] = {}
         self.names: dict[str, str] = {}
         self.values: dict[str, object] = {}
-        self._tensors = [self._add(_path_of(fqn, paths, models), fqn) for fqn in tensors]
+        self._tensors = [self._add(_dcp_path(fqn, paths, models), fqn) for fqn in tensors]
         for fqn, value in values.items():
-            for path, leaf in _leaves(_path_of(fqn, paths, models), value):
+            for path, leaf in _flatten(_dcp_path(fqn, paths, models), value):
                 self.values[self._add(path, fqn)] = relative_params(fqn, leaf, models)
 
     def _add(self, path: Path, fqn: str) -> str:
@@ -94,7 +95,7 @@ class DcpKeys:
         return key
 
     def metadata(self, storage_meta: StorageMeta) -> Metadata:
-        """Return DCP's metadata. Each tensor is one chunk, of which any part can be read."""
+        """Return DCP's metadata. Each tensor is one chunk: a planner may read any part of it."""
         entries: dict[str, STORAGE_TYPES] = {}
         for key in self._tensors:
             record = self.record(key)
@@ -133,7 +134,7 @@ class DcpKeys:
         return self._catalog.tensors[self.fqn(key)]
 
 
-def _paths_of(main: ObjectsFile) -> dict[str, Path]:
+def _container_paths(main: ObjectsFile) -> dict[str, Path]:
     """Return the path of each name in the saved containers."""
     paths: dict[str, Path] = {"": ()}
     for node in main.tree:
@@ -143,8 +144,8 @@ def _paths_of(main: ObjectsFile) -> dict[str, Path]:
     return paths
 
 
-def _path_of(fqn: str, paths: Mapping[str, Path], models: Mapping[str, str]) -> Path:
-    """Return the path of a name in DCP's nested state; below a value, the rest is one key."""
+def _dcp_path(fqn: str, paths: Mapping[str, Path], models: Mapping[str, str]) -> Path:
+    """Return the path of a name in DCP's nested state. Below a value, the rest is one key."""
     above = fqn
     while above not in paths:
         above = above.rpartition(".")[0]
@@ -158,13 +159,13 @@ def _path_of(fqn: str, paths: Mapping[str, Path], models: Mapping[str, str]) -> 
     return path
 
 
-def models_of(
+def find_trained_models(
     values: Mapping[str, object], tensors: Collection[str], above: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the name of the trained model for the state of each optimizer that trains one model.
+    """Return the model of each optimizer that trains only one, by the name of the state.
 
-    `dc.save` names parameters within the whole state ("model.0.weight"), and torch within their
-    model. `above` has the container of each name.
+    `dc.save` names a parameter within the whole state ("model.0.weight"), and torch within its
+    model ("0.weight"). `above` has the container of each name.
     """
     models_by_optimizer: dict[str, set[str]] = {}
     for fqn, value in values.items():
@@ -182,7 +183,7 @@ def models_of(
 
 
 def relative_params(fqn: str, value: object, models: Mapping[str, str]) -> object:
-    """Return a value; an optimizer's list of parameters gets the names that torch uses."""
+    """Return the value of a name. An optimizer's list of parameters gets the names of torch."""
     match = _PARAMS.fullmatch(fqn)
     model = models.get(f"{match[1]}.state") if match else None
     if model is None or not isinstance(value, list):
@@ -190,31 +191,31 @@ def relative_params(fqn: str, value: object, models: Mapping[str, str]) -> objec
     return [str(name).removeprefix(f"{model}.") for name in value]
 
 
-def _leaves(path: Path, value: object) -> Iterator[tuple[Path, object]]:
+def _flatten(path: Path, value: object) -> Iterator[tuple[Path, object]]:
     """Yield the leaves of a value as DCP flattens it: dicts, and lists that contain dicts."""
     if isinstance(value, Mapping):
         for key, child in value.items():
-            yield from _leaves((*path, str(key)), child)
-    elif isinstance(value, list) and any(map(_holds_mappings, value)):
+            yield from _flatten((*path, str(key)), child)
+    elif isinstance(value, list) and any(map(_contains_dict, value)):
         for number, child in enumerate(value):
-            yield from _leaves((*path, number), child)
+            yield from _flatten((*path, number), child)
     else:
         yield path, value
 
 
-def _holds_mappings(value: object) -> bool:
+def _contains_dict(value: object) -> bool:
     return isinstance(value, Mapping) or (
-        isinstance(value, list) and any(map(_holds_mappings, value))
+        isinstance(value, list) and any(map(_contains_dict, value))
     )
 
 
-def local_state_of(
+def read_local_state(
     plan: SavePlan, planner: SavePlanner, session: Session
 ) -> tuple[LocalState, list[tuple[MetadataIndex, int]]]:
     """Return the state that this rank saves for a plan, and the size in bytes of each item.
 
-    Every tensor is requested from the planner once. TypeError for a value that is not plain data,
-    ValueError for a tensor or a key that cannot be stored.
+    The planner resolves each tensor once. TypeError for a value that is not plain data, ValueError
+    for a tensor or a key that cannot be stored.
     """
     paths = _nested_paths(plan)
     sizes: list[tuple[MetadataIndex, int]] = []
@@ -224,7 +225,7 @@ def local_state_of(
         fqn = item.index.fqn
         _check_name(fqn)
         if item.type == WriteItemType.BYTE_IO:
-            values[fqn] = without_tensors(_look_up(planner, item), fqn)
+            values[fqn] = without_tensors(_find_value(planner, item), fqn)
             check_plain(values[fqn], fqn)
             sizes.append((item.index, 0))
         else:
@@ -236,7 +237,7 @@ def local_state_of(
     for fqn, items in items_by_tensor.items():
         chunks = _Chunks(planner, items)
         local = describe_source(chunks, fqn, rank=session.channel.rank, group=session.group_ranks)
-        component = str(paths[fqn][0]) if len(paths[fqn]) > 1 else LOOSE
+        component = str(paths[fqn][0]) if len(paths[fqn]) > 1 else TOP_LEVEL_COMPONENT
         number = components.setdefault(component, len(components))
         view = views.setdefault(local.view, len(views))
         tensors.append(TensorEntry(fqn, local.dtype, local.shape, view, number))
@@ -251,7 +252,7 @@ def local_state_of(
         aliases=(),
         values=tuple(values),
         per_rank=(),
-        tree=tree_of(paths.values()),
+        tree=build_tree(paths.values()),
         name_lists=(),
         numpy=(),
     )
@@ -279,7 +280,7 @@ def _check_name(fqn: str) -> None:
 
 
 class _Chunks:
-    """The chunks of one tensor that a rank writes, with torch's protocol for tensors in parts."""
+    """The chunks of a tensor that a rank writes. It has torch's protocol for tensors in chunks."""
 
     def __init__(self, planner: SavePlanner, items: Sequence[WriteItem]) -> None:
         data = items[0].tensor_data
@@ -312,7 +313,7 @@ def _resolve_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     return value.detach()
 
 
-def _look_up(planner: SavePlanner, item: WriteItem) -> object:
+def _find_value(planner: SavePlanner, item: WriteItem) -> object:
     """Return the value itself: `resolve_data` of DCP's planners returns its pickle."""
     look_up = getattr(planner, "lookup_object", None)
     if look_up is not None:
@@ -326,7 +327,7 @@ def _look_up(planner: SavePlanner, item: WriteItem) -> object:
 
 
 class PlannedReads:
-    """The reads of a planner: the boxes of each tensor, by DCP's key, and their targets."""
+    """The reads that a planner requests: boxes of tensors, by DCP's key, with their targets."""
 
     def __init__(self, items: Sequence[ReadItem], planner: LoadPlanner, keys: DcpKeys) -> None:
         self.parts: dict[str, list[tuple[Region, torch.Tensor]]] = {}
@@ -374,9 +375,9 @@ class PlannedReads:
         return files, targets
 
     def _add(self, item: ReadItem) -> None:
-        """Get the target of an item from the planner; use a buffer if it has another dtype.
+        """Get the target of an item from the planner. If its dtype differs, read into a buffer.
 
-        The buffer is allocated now: running out of memory must not leave a half-filled state.
+        The buffer is allocated now: if memory is exhausted, nothing is filled yet.
         """
         stored = torch_dtype(self._keys.record(item.storage_index.fqn).dtype)
         resolved = self._planner.resolve_tensor(item)

@@ -1,8 +1,7 @@
 """Read folders of torch.distributed.checkpoint: `.metadata` and the files that it names.
 
-Each part of a tensor, and each value, is an archive of torch.save at an offset of a file. Nothing
-is unpickled: see `interop/readers/restricted_pickle.py`. The format is in
-torch/distributed/checkpoint/filesystem.py.
+Each part of a tensor, and each value, is an archive of torch.save at an offset of a file. Pickles
+are read without unpickling them. The format is in torch/distributed/checkpoint/filesystem.py.
 """
 
 from __future__ import annotations
@@ -18,22 +17,27 @@ from dist_ckpt.core.format.objects.plain_types import DTypeValue, Size
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.interop.readers import restricted_pickle
-from dist_ckpt.interop.readers.nested_state import ImportFilter, Nested, Path, join_path
+from dist_ckpt.interop.readers.nested_state import ImportFilter, NestedState, Path, join_path
 from dist_ckpt.interop.readers.restricted_pickle import (
     PickledRecord,
     PlaceholderFactory,
     UnknownObject,
     quote,
-    record_maker,
+    record_factory,
     unknown_error,
 )
-from dist_ckpt.interop.readers.torch_pickles import TABLE as OF_TORCH
-from dist_ckpt.interop.readers.torch_pickles import TensorView
+from dist_ckpt.interop.readers.torch_pickles import TORCH_NAMES, TensorView
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
-from dist_ckpt.interop.registry import DCP_METADATA, DCP_METADATA_OF_RANK
-from dist_ckpt.interop.torch_save.read import Archive, is_file, open_file, whole_file
+from dist_ckpt.interop.registry import (
+    DCP_METADATA,
+    DCP_METADATA_OF_RANK,
+    is_file,
+    open_file,
+    read_bytes,
+)
+from dist_ckpt.interop.torch_save.read import Archive
 
-MAX_METADATA_NBYTES = 1 << 30
+_MAX_METADATA_NBYTES = 1 << 30
 
 _T = TypeVar("_T")
 
@@ -49,29 +53,29 @@ class _Properties(PickledRecord):
 
 
 _MODULE = "torch.distributed.checkpoint"
-_OLD = "torch.distributed._shard.sharded_tensor.metadata"
-_TABLE: Mapping[str, object] = {
-    **OF_TORCH,
+_OLD_MODULE = "torch.distributed._shard.sharded_tensor.metadata"  # of older versions of torch
+_DCP_NAMES: Mapping[str, object] = {
+    **TORCH_NAMES,
     **{
-        f"{_MODULE}.metadata {name}": record_maker(name)
+        f"{_MODULE}.metadata {name}": record_factory(name)
         for name in (
             *("Metadata", "MetadataIndex", "StorageMeta"),
             *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata"),
         )
     },
     **{
-        f"{module} TensorProperties": record_maker("TensorProperties", _Properties)
-        for module in (f"{_MODULE}.metadata", _OLD)
+        f"{module} TensorProperties": record_factory("TensorProperties", _Properties)
+        for module in (f"{_MODULE}.metadata", _OLD_MODULE)
     },
     **{
         name: PlaceholderFactory(name.split()[1], lambda value: value)
         for name in (
             f"{_MODULE}.metadata _MEM_FORMAT_ENCODING",
-            f"{_OLD} MEM_FORMAT_ENCODING",
+            f"{_OLD_MODULE} MEM_FORMAT_ENCODING",
             "torch.serialization _get_layout",
         )
     },
-    f"{_MODULE}.filesystem _StorageInfo": record_maker("_StorageInfo"),
+    f"{_MODULE}.filesystem _StorageInfo": record_factory("_StorageInfo"),
 }
 
 
@@ -99,13 +103,13 @@ def read(storage: Storage, folder: str, import_filter: ImportFilter) -> ForeignS
     NotFoundError if the metadata, or a file that it names, is missing. CorruptError,
     IncompatibleError for damaged files, or values that cannot be stored.
     """
-    nested = Nested(folder, import_filter)
+    nested = NestedState(folder, import_filter)
     add_folder(nested, storage, folder)
     return nested.state()
 
 
 def add_folder(
-    nested: Nested,
+    nested: NestedState,
     storage: Storage,
     folder: str,
     map_path: Callable[[Path], Path] = lambda path: path,
@@ -118,10 +122,10 @@ def add_folder(
     """
     path = f"{folder}/{DCP_METADATA}"
     try:
-        data = whole_file(storage, path, MAX_METADATA_NBYTES)
-    except FileNotFoundError:
-        raise no_metadata(storage, folder) from None
-    metadata = restricted_pickle.read(data, _TABLE, path, keep_unknown=keep_unknown)
+        data = read_bytes(storage, path, _MAX_METADATA_NBYTES)
+    except NotFoundError:
+        raise missing_metadata_error(storage, folder) from None
+    metadata = restricted_pickle.read(data, _DCP_NAMES, path, keep_unknown=keep_unknown)
     contents = _MetadataContents(path, metadata)
     paths = {fqn: map_path(old_path) for fqn, old_path in contents.paths.items()}
     names = {fqn: join_path(new_path) for fqn, new_path in paths.items()}
@@ -129,15 +133,15 @@ def add_folder(
         fqn: [ForeignChunk(Region.whole(shape), path, 0)] if 0 in shape else []
         for fqn, (_, shape) in contents.tensors.items()
     }
-    wanted = {fqn for fqn, name in names.items() if not nested.leaves_out(name)}
+    wanted = {fqn for fqn, name in names.items() if not nested.excludes(name)}
     tied = contents.tied(wanted)
     items = [item for item in contents.items if item.fqn in wanted and item.fqn not in tied]
-    for archive, item in _archives(storage, folder, items):
+    for archive, item in _open_archives(storage, folder, items):
         value = archive.read()
         if item.region is None:
             nested.add(paths[item.fqn], value, archive)
         else:
-            chunks[item.fqn].append(_chunk(contents, item, archive, value, folder))
+            chunks[item.fqn].append(_locate_part(contents, item, archive, value, folder))
     for fqn, (dtype, shape) in contents.tensors.items():
         if fqn in tied:
             nested.add_alias(paths[fqn], names[tied[fqn]])
@@ -148,7 +152,7 @@ def add_folder(
         nested.add_tensor(paths[fqn], tensor)
 
 
-def no_metadata(storage: Storage, folder: str) -> NotFoundError:
+def missing_metadata_error(storage: Storage, folder: str) -> NotFoundError:
     """Return the error for a folder without the metadata of all ranks."""
     if is_file(storage, f"{folder}/{DCP_METADATA_OF_RANK}"):
         return NotFoundError(
@@ -162,7 +166,7 @@ def no_metadata(storage: Storage, folder: str) -> NotFoundError:
     )
 
 
-def _chunk(
+def _locate_part(
     contents: _MetadataContents, item: _Item, archive: Archive, value: object, folder: str
 ) -> ForeignChunk:
     """Return the location of a tensor's part. CorruptError if it contradicts the metadata."""
@@ -179,14 +183,16 @@ def _chunk(
     return ForeignChunk(item.region, file, start, None if value.is_contiguous else value.strides)
 
 
-def _archives(storage: Storage, folder: str, items: list[_Item]) -> Iterator[tuple[Archive, _Item]]:
+def _open_archives(
+    storage: Storage, folder: str, items: list[_Item]
+) -> Iterator[tuple[Archive, _Item]]:
     """Yield the items with their archives, in the order of the files."""
     ordered = sorted(items, key=lambda item: item.location)
     for name, group in groupby(ordered, key=lambda item: item.location.file):
         items_in_file, path = [*group], f"{folder}/{name}"
         try:
             file = open_file(storage, path)
-        except FileNotFoundError:
+        except NotFoundError:
             raise NotFoundError(
                 f"{path}: the file does not exist, but {DCP_METADATA} names it for "
                 f"{items_in_file[0].fqn}; copy it there, or use another checkpoint"
@@ -215,12 +221,13 @@ class _MetadataContents:
             self._add(self._expect(fqn, str), entry)
         planned = fields.get("planner_data")
         nested = planned if isinstance(planned, dict) else {}
-        self.paths = {fqn: _path_of(fqn, nested.get(fqn)) for fqn in entries}
+        self.paths = {fqn: _check_path(fqn, nested.get(fqn)) for fqn in entries}
 
     def tied(self, wanted: Collection[str]) -> dict[str, str]:
-        """Return the tied tensors, with the first name of each: their parts have equal locations.
+        """Return the other names of tied tensors, each with the tensor's first name.
 
-        DCP itself writes every tensor. `export_folder` of this library writes tied ones once.
+        All parts of tied tensors have the same locations: `export_folder` of this library writes
+        them once. DCP itself writes each of them.
         """
         parts: dict[str, list[tuple[Region, _Location]]] = {}
         for item in self.items:
@@ -248,7 +255,7 @@ class _MetadataContents:
                 self._expect(chunk.get(name), Size).shape for name in ("offsets", "sizes")
             )
             if len(offset) != len(shape) or len(sizes) != len(shape):
-                raise self._damage(f"{fqn} is split in {len(offset)} of {len(shape)} dimensions")
+                raise self._corrupt(f"{fqn} is split in {len(offset)} of {len(shape)} dimensions")
             # Ranks without data of a tensor have parts without elements.
             if 0 not in sizes:
                 self.items.append(_Item(fqn, self._location(fqn, offset), Region(offset, sizes)))
@@ -256,7 +263,7 @@ class _MetadataContents:
     def _location(self, fqn: str, offset: Shape | None) -> _Location:
         location = self._locations.get((fqn, offset))
         if location is None:
-            raise self._damage(f"no location of {fqn}{f' at {list(offset)}' if offset else ''}")
+            raise self._corrupt(f"no location of {fqn}{f' at {list(offset)}' if offset else ''}")
         return location
 
     def _read_locations(
@@ -272,12 +279,12 @@ class _MetadataContents:
                 )
             name = self._expect(storage.get("relative_path"), str)
             if "/" in name or "\0" in name or name in ("", ".", ".."):
-                raise self._damage(
+                raise self._corrupt(
                     f"it names the file {name[:100]!r}, which is not in the same folder"
                 )
             start, nbytes = (self._expect(storage.get(n), int) for n in ("offset", "length"))
             if not (0 <= start < 1 << 62 and 0 <= nbytes < 1 << 62):
-                raise self._damage(f"{fqn} has an impossible offset or size")
+                raise self._corrupt(f"{fqn} has an impossible offset or size")
             shape = None if offset is None else self._expect(offset, Size).shape
             yield (fqn, shape), _Location(name, start, nbytes)
 
@@ -285,20 +292,20 @@ class _MetadataContents:
         if isinstance(value, UnknownObject):
             raise unknown_error(value, self._path)
         if not isinstance(value, PickledRecord) or value.name != name:
-            raise self._damage(f"{quote(value)} in place of a {name}")
+            raise self._corrupt(f"{quote(value)} in place of a {name}")
         return value.fields
 
     def _expect(self, value: object, cls: type[_T]) -> _T:
         if type(value) is not cls:
-            raise self._damage(f"{quote(value)} in place of a {cls.__name__}")
+            raise self._corrupt(f"{quote(value)} in place of a {cls.__name__}")
         return value
 
-    def _damage(self, why: str) -> CorruptError:
+    def _corrupt(self, why: str) -> CorruptError:
         return CorruptError(f"{self._path}: {why}; use another checkpoint")
 
 
-def _path_of(fqn: str, path: object) -> Path:
-    """Return the path of a key in the nested state dict."""
+def _check_path(fqn: str, path: object) -> Path:
+    """Return the path of a key in the nested state dict: `(fqn,)` if the metadata has none."""
     if not isinstance(path, tuple):
         return (fqn,)
     are_keys = (type(k) is str or (type(k) is int and k.bit_length() <= 64) for k in path)

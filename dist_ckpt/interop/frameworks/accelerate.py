@@ -15,15 +15,20 @@ from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.interop.dcp import read as dcp_files
 from dist_ckpt.interop.hf import read as safetensors_files
-from dist_ckpt.interop.readers.nested_state import ImportFilter, Nested, Path, nth_name
+from dist_ckpt.interop.readers.nested_state import ImportFilter, NestedState, Path, numbered_name
 from dist_ckpt.interop.readers.torch_pickles import NumpyArray, TensorView
-from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
-from dist_ckpt.interop.torch_save.read import Archive, dict_of, open_archive
+from dist_ckpt.interop.readers.virtual_checkpoint import MODEL, ForeignState
+from dist_ckpt.interop.torch_save.read import Archive, open_archive, read_dict
 
 # Suffixes of text files without state.
-_NO_STATE = (".json", ".md", ".txt", ".yaml", ".yml", ".py", ".log", ".jinja")
+_SUFFIXES_WITHOUT_STATE = (".json", ".md", ".txt", ".yaml", ".yml", ".py", ".log", ".jinja")
 
-_GENERATORS = {"random_state", "numpy_random_seed", "torch_manual_seed", "torch_cuda_manual_seed"}
+_GENERATOR_KEYS = {
+    "random_state",
+    "numpy_random_seed",
+    "torch_manual_seed",
+    "torch_cuda_manual_seed",
+}
 
 
 def read(storage: Storage, path: str, import_filter: ImportFilter) -> ForeignState:
@@ -37,9 +42,9 @@ def read(storage: Storage, path: str, import_filter: ImportFilter) -> ForeignSta
         raise NotFoundError(f"{path}: the folder does not exist; check the path") from None
     folder = _Folder(storage, path, import_filter)
     for entry in entries:
-        if not entry.name.endswith(_NO_STATE):
+        if not entry.name.endswith(_SUFFIXES_WITHOUT_STATE):
             folder.add(entry.name)
-    _check_parts({entry.name for entry in entries}, path)
+    _check_model_parts({entry.name for entry in entries}, path)
     if not folder.num_known:
         raise NotFoundError(
             f"{path} has no file of accelerate's save_state, such as optimizer.bin; check the path"
@@ -47,9 +52,9 @@ def read(storage: Storage, path: str, import_filter: ImportFilter) -> ForeignSta
     return folder.nested.state()
 
 
-def _check_parts(names: Set[str], path: str) -> None:
+def _check_model_parts(names: Set[str], path: str) -> None:
     """Raise NotFoundError if one of a model's files is missing."""
-    matches = filter(None, map(_PART.fullmatch, sorted(names)))
+    matches = filter(None, map(_MODEL_PART.fullmatch, sorted(names)))
     for stem, width, total, suffix in dict.fromkeys((m[1], len(m[2]), m[3], m[4]) for m in matches):
         parts = (f"{stem}-{n:0{width}}-of-{total}{suffix}" for n in range(1, int(total) + 1))
         if (missing := next((name for name in parts if name not in names), None)) is not None:
@@ -60,21 +65,22 @@ def _check_parts(names: Set[str], path: str) -> None:
 
 
 class _Folder:
-    """Collects the state of a folder, file by file."""
+    """Collects the state of a folder, file by file. `num_known` counts accelerate's files."""
 
     def __init__(self, storage: Storage, path: str, import_filter: ImportFilter) -> None:
-        self.nested = Nested(path, import_filter)
+        self.nested = NestedState(path, import_filter)
         self.num_known = 0
         self._storage = storage
         self._path = path
 
     def add(self, name: str) -> None:
+        """Add a file or folder. IncompatibleError if its name is unknown."""
         path = f"{self._path}/{name}"
-        for pattern, add in _KINDS.items():
+        for pattern, add in _FILES.items():
             if (match := re.fullmatch(pattern, name)) is not None:
                 self.num_known += 1
                 number = int(match[2] or 0) if match.re.groups > 1 else 0
-                add(self, path, nth_name(_NAMES.get(match[1], match[1]), number), match)
+                add(self, path, numbered_name(_COMPONENTS.get(match[1], match[1]), number), match)
                 return
         raise IncompatibleError(
             f"{path} is not a known file of accelerate's save_state: move it away, or import it "
@@ -84,18 +90,18 @@ class _Folder:
     def add_safetensors(self, path: str, top: str, _: re.Match[str]) -> None:
         """Add a model, or the tensors in one of its files."""
         for tensor in safetensors_files.read_file(self._storage, path).tensors:
-            fqn = tensor.fqn.removeprefix(f"{safetensors_files.MODEL}.")
+            fqn = tensor.fqn.removeprefix(f"{MODEL}.")
             self.nested.add_tensor((top, fqn), replace(tensor, fqn=f"{top}.{fqn}"))
 
     def add_weights(self, path: str, top: str, _: re.Match[str]) -> None:
         """Add a model in a file of torch.save, or a part of one."""
         with open_archive(self._storage, path) as archive:
-            for name, value in dict_of(archive).items():
+            for name, value in read_dict(archive).items():
                 self.nested.add((top, str(name)), value, archive)
 
     def add_pickled(self, path: str, top: str, match: re.Match[str]) -> None:
         """Add anything in a file of torch.save."""
-        if self.nested.leaves_out(top):
+        if self.nested.excludes(top):
             return
         with open_archive(self._storage, path) as archive:
             value = archive.read()
@@ -108,25 +114,28 @@ class _Folder:
     def add_generators(self, path: str, _: str, match: re.Match[str]) -> None:
         """Add the random generators of a rank."""
         rank = int(match[2])
-        if self.nested.leaves_out("rng"):
+        if self.nested.excludes("rng"):
             return
         with open_archive(self._storage, path) as archive:
-            state = dict_of(archive)
+            state = read_dict(archive)
             if not rank and "step" in state:
                 self.nested.add(("accelerate_step",), state["step"], archive)
-            if strange := sorted(map(str, state.keys() - _GENERATORS - {"step"})):
+            if strange := sorted(map(str, state.keys() - _GENERATOR_KEYS - {"step"})):
                 raise IncompatibleError(
                     f"{path} has {', '.join(strange)}, which dc.RNG does not support: leave all "
                     f"generators out (exclude='rng', on the command line --exclude rng)"
                 )
-            self.nested.add_of_rank(("rng",), rank, _generators(state, rank, archive), archive)
+            self.nested.add_rank_value(
+                ("rng",), rank, _read_generators(state, rank, archive), archive
+            )
 
     def add_distributed(self, path: str, top: str, match: re.Match[str]) -> None:
-        """Add a folder of torch.distributed.checkpoint, with all under one key."""
+        """Add a folder of torch.distributed.checkpoint, which has all of it under one key."""
+        only_key = "optimizer" if match[1] == "optimizer" else "model"
 
         def map_path(path: Path) -> Path:
             key, *rest = path
-            return (top, *rest) if key == match[1].removeprefix("pytorch_").split("_")[0] else path
+            return (top, *rest) if key == only_key else path
 
         dcp_files.add_folder(self.nested, self._storage, path, map_path)
 
@@ -135,7 +144,9 @@ class _Folder:
         raise IncompatibleError(f"{path}{_REMEDIES[match[1]]}")
 
 
-def _generators(state: Mapping[object, object], rank: int, archive: Archive) -> dict[str, object]:
+def _read_generators(
+    state: Mapping[object, object], rank: int, archive: Archive
+) -> dict[str, object]:
     """Return the states as `dc.RNG` has them; with several GPUs, the GPU of the rank's number."""
     states: dict[str, object] = {"python": state.get("random_state")}
     match state.get("numpy_random_seed"):
@@ -147,16 +158,16 @@ def _generators(state: Mapping[object, object], rank: int, archive: Archive) -> 
             raise IncompatibleError(f"{archive.label}: numpy's generator is not MT19937")
     cpu = state.get("torch_manual_seed")
     if isinstance(cpu, TensorView):
-        states["torch"] = archive.bytes_of(cpu, "torch_manual_seed")
+        states["torch"] = archive.read_tensor(cpu, "torch_manual_seed")
     devices = state.get("torch_cuda_manual_seed")
     if isinstance(devices, list) and devices:
         view = devices[rank % len(devices)]
         if isinstance(view, TensorView):
-            states["accelerator"] = ("cuda", archive.bytes_of(view, "torch_cuda_manual_seed"))
+            states["accelerator"] = ("cuda", archive.read_tensor(view, "torch_cuda_manual_seed"))
     return states
 
 
-_NAMES = {
+_COMPONENTS = {
     "pytorch_model": "model",
     "pytorch_model_fsdp": "model",
     "optimizer": "optim",
@@ -164,9 +175,9 @@ _NAMES = {
 }
 
 # One of several files of a model.
-_PART = re.compile(r"(model|pytorch_model)-(\d+)-of-(\d+)(\.safetensors|\.bin)")
+_MODEL_PART = re.compile(r"(model|pytorch_model)-(\d+)-of-(\d+)(\.safetensors|\.bin)")
 
-_OF_A_RANK = (
+_RANK_FILE = (
     " is the file of one FSDP rank, which only the same number of ranks can read: save with "
     "SHARDED_STATE_DICT and use_dcp=True, or with FULL_STATE_DICT"
 )
@@ -176,12 +187,12 @@ _REMEDIES = {
         " is a folder of DeepSpeed: import it alone (--from deepspeed), then move it away and "
         "import the rest of this folder"
     ),
-    "pytorch_model_fsdp": _OF_A_RANK,
-    "optimizer": _OF_A_RANK,
+    "pytorch_model_fsdp": _RANK_FILE,
+    "optimizer": _RANK_FILE,
 }
 
-# By the name of a file or folder; the first matching pattern counts.
-_KINDS: Mapping[str, Callable[[_Folder, str, str, re.Match[str]], None]] = {
+# The function for each pattern of a file's or folder's name. The first matching pattern counts.
+_FILES: Mapping[str, Callable[[_Folder, str, str, re.Match[str]], None]] = {
     r"(model)(?:_(\d+))?\.safetensors": _Folder.add_safetensors,
     r"(model)-\d+-of-\d+\.safetensors": _Folder.add_safetensors,
     r"(pytorch_model)(?:_(\d+))?\.bin": _Folder.add_weights,

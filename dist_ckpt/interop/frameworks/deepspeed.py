@@ -1,8 +1,8 @@
 """Read folders of DeepSpeed's `save_checkpoint` with ZeRO, with the partitions of all ranks.
 
-Parameters are the fp32 master weights, and the optimizer's state is by their names. Each is in flat
-vectors of the ranks, in the order of `param_shapes`. Nothing is merged: parts are read in place.
-The order is that of deepspeed/utils/zero_to_fp32.py.
+Parameters are the fp32 master weights, and the optimizer's state is by their names. A group of
+parameters is one flat vector, in the order of `param_shapes`, and each rank stores a part of it.
+The parts are read in place. deepspeed/utils/zero_to_fp32.py defines the order.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from dist_ckpt.core.format.geometry import ElementRange, Region, Shape
 from dist_ckpt.core.format.objects.plain_types import Size
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
-from dist_ckpt.interop.readers.nested_state import ImportFilter, Nested
+from dist_ckpt.interop.readers.nested_state import ImportFilter, NestedState
 from dist_ckpt.interop.readers.restricted_pickle import (
     PickledRecord,
     PlaceholderFactory,
     UnknownObject,
-    record_maker,
+    record_factory,
 )
-from dist_ckpt.interop.readers.torch_pickles import TABLE, TensorView
+from dist_ckpt.interop.readers.torch_pickles import TORCH_NAMES, TensorView
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignChunk, ForeignState, ForeignTensor
-from dist_ckpt.interop.registry import DEEPSPEED_LATEST
-from dist_ckpt.interop.torch_save.read import Archive, dict_of, is_file, open_archive, whole_file
+from dist_ckpt.interop.registry import DEEPSPEED_LATEST, is_file, read_bytes
+from dist_ckpt.interop.torch_save.read import Archive, open_archive, read_dict
 
-_MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
-_PARTITION = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_PARTITION_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
-_UNIVERSAL = (
+_CONVERT = (
     "convert it with DeepSpeed (zero_to_fp32.py for the weights, ds_to_universal.py), or save it "
     "with only data parallelism"
 )
 
 
 def is_folder(storage: Storage, path: str) -> bool:
-    """Return True for a folder of `save_checkpoint`, or a folder of these with a `latest` file."""
+    """Return True for a folder of one save, and for a run's folder with a `latest` file."""
     try:
         return any(
-            _MODEL.fullmatch(entry.name) or _PARTITION.fullmatch(entry.name)
-            for entry in storage.list(latest(storage, path))
+            _MODEL_FILE.fullmatch(entry.name) or _PARTITION_FILE.fullmatch(entry.name)
+            for entry in storage.list(find_latest(storage, path))
         )
     except (OSError, NotFoundError, CorruptError):
         return False
 
 
-def latest(storage: Storage, path: str) -> str:
+def find_latest(storage: Storage, path: str) -> str:
     """Return the folder of the newest save if a path is that of a run, else the path."""
     if not is_file(storage, f"{path}/{DEEPSPEED_LATEST}"):
         return path
-    text = whole_file(storage, f"{path}/{DEEPSPEED_LATEST}", 4096)
+    text = read_bytes(storage, f"{path}/{DEEPSPEED_LATEST}", 4096)
     name = text.decode("utf-8", "replace").strip()
     if not name or "/" in name or "\0" in name or name in (".", ".."):
         raise CorruptError(
@@ -64,8 +64,8 @@ def latest(storage: Storage, path: str) -> str:
     return f"{path}/{name}"
 
 
-def files_of(storage: Storage, folder: str) -> tuple[list[str], list[str]]:
-    """Return the files of the model and those of the partitions, by rank."""
+def list_files(storage: Storage, folder: str) -> tuple[list[str], list[str]]:
+    """Return the names of the model's files and those of the partitions, in the order of ranks."""
     try:
         names = [entry.name for entry in storage.list(folder)]
     except (FileNotFoundError, NotADirectoryError):
@@ -73,16 +73,16 @@ def files_of(storage: Storage, folder: str) -> tuple[list[str], list[str]]:
     if other := next((n for n in names if re.match(r"layer_\d+|.*expert_\d+", n)), None):
         raise IncompatibleError(
             f"{folder}/{other} is for pipeline stages or experts, which are not supported: "
-            f"{_UNIVERSAL}"
+            f"{_CONVERT}"
         )
     groups: list[list[str]] = []
-    for pattern in (_MODEL, _PARTITION):
+    for pattern in (_MODEL_FILE, _PARTITION_FILE):
         by_rank: dict[int, str] = {}
         for match in filter(None, map(pattern.fullmatch, names)):
             if int(match[2]):
                 raise IncompatibleError(
                     f"{folder}/{match[0]} is for tensor parallelism, which is not supported: "
-                    f"{_UNIVERSAL}"
+                    f"{_CONVERT}"
                 )
             by_rank[int(match[1] or 0)] = match[0]
         if missing := sorted({*range(len(by_rank))} - by_rank.keys()):
@@ -96,10 +96,12 @@ def files_of(storage: Storage, folder: str) -> tuple[list[str], list[str]]:
     return groups[0], groups[1]
 
 
-_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
-_TABLE = {
-    **TABLE,
-    **{f"{_SCALERS} {n}": record_maker(n) for n in ("LossScaler", "DynamicLossScaler")},
+_DEEPSPEED_NAMES = {
+    **TORCH_NAMES,
+    **{
+        f"deepspeed.runtime.fp16.loss_scaler {name}": record_factory(name)
+        for name in ("LossScaler", "DynamicLossScaler")
+    },
     "deepspeed.runtime.zero.config ZeroStageEnum": PlaceholderFactory(
         "ZeroStageEnum", lambda stage: stage
     ),
@@ -124,19 +126,23 @@ _Vector = tuple[Archive, TensorView]
 
 
 def read(storage: Storage, path: str, import_filter: ImportFilter) -> ForeignState:
-    """Return the state in a folder, with its step; with a `latest` file, that of the newest save.
+    """Return the state in a folder, with its step. For a run's folder, this is the newest save.
 
     CorruptError, IncompatibleError for damaged files, or partitions that are not ZeRO's.
     """
-    folder = latest(storage, path)
-    models, partitions = files_of(storage, folder)
-    nested = Nested(folder, import_filter)
+    folder = find_latest(storage, path)
+    models, partitions = list_files(storage, folder)
+    nested = NestedState(folder, import_filter)
     with ExitStack() as stack:
-        archives = [
-            [stack.enter_context(open_archive(storage, f"{folder}/{n}", _TABLE)) for n in names]
-            for names in (models, partitions)
-        ]
-        files = _ZeroFiles(nested, *([(file, dict_of(file)) for file in kind] for kind in archives))
+
+        def read_files(names: list[str]) -> list[_FileRead]:
+            paths = (f"{folder}/{name}" for name in names)
+            archives = [
+                stack.enter_context(open_archive(storage, path, _DEEPSPEED_NAMES)) for path in paths
+            ]
+            return [(archive, read_dict(archive)) for archive in archives]
+
+        files = _ZeroFiles(nested, read_files(models), read_files(partitions))
         files.add_all()
     return nested.state(files.model.get("global_steps"))
 
@@ -158,21 +164,21 @@ class _Parameter:
     name: str
     shape: Shape
     group: int
-    runs: Sequence[_FlatSlice]
+    slices: Sequence[_FlatSlice]
 
 
 _FileRead = tuple[Archive, dict[Any, Any]]
 
 
 class _ZeroFiles:
-    """All files of a folder, from which the parts of each name are located."""
+    """Locates the parts of every tensor in the files of a folder, and adds them to a state."""
 
     def __init__(
-        self, nested: Nested, models: list[_FileRead], partitions: list[_FileRead]
+        self, nested: NestedState, models: list[_FileRead], partitions: list[_FileRead]
     ) -> None:
         self._nested = nested
         self._models = models
-        self._files = partitions
+        self._partition_files = partitions
         self._archive, self.model = models[0]
         self._partitions = [
             (file, self._expect(d.get("optimizer_state_dict"), dict)) for file, d in partitions
@@ -187,24 +193,24 @@ class _ZeroFiles:
         parameters: dict[str, _Parameter] = {}
         for parameter in self._parameters() if self._partitions else ():
             if parameters.setdefault(parameter.name, parameter) is not parameter:
-                raise self._damage(f"two parameters are {parameter.name}")
+                raise self._corrupt(f"two parameters are {parameter.name}")
         shared = self._expect(self.model.get("shared_params") or {}, dict)
-        self._add_rest(parameters.keys(), shared)
+        self._add_module(parameters.keys(), shared)
         for parameter in parameters.values():
-            self._add(("model", parameter.name), parameter, self._weights)
+            self._add_partitioned(("model", parameter.name), parameter, self._weights)
         for name, other in shared.items():
             self._nested.add_alias(("model", str(name)), f"model.{other}")
         if self._partitions:
             self._add_optimizer([*parameters.values()])
-            self._add_further()
+            self._add_other_values()
         elif self.model.get("optimizer") is not None:
             self._nested.add(("optim",), self.model["optimizer"], self._archive)
         for key, value in self.model.items():
             if key not in _TENSOR_KEYS:
                 self._nested.add((str(key),), value, self._archive)
 
-    def _add_rest(self, partitioned: Collection[str], shared: Mapping[str, str]) -> None:
-        """Add buffers and frozen parameters; of a model without partitions all of it."""
+    def _add_module(self, partitioned: Collection[str], shared: Mapping[str, str]) -> None:
+        """Add what has no partitions: buffers, frozen parameters, or without ZeRO all of it."""
         module = self._expect(self.model.get("module"), dict)
         buffers = self._expect(self.model.get("buffer_names") or [], list)
         frozen = self._expect(self.model.get("frozen_param_shapes") or {}, dict)
@@ -215,23 +221,23 @@ class _ZeroFiles:
                 self._add_frozen(name, self._shape(frozen[name]))
             elif name in buffers or self._stage < 3:
                 self._nested.add(("model", name), value, self._archive)
-            elif not self._nested.leaves_out(f"model.{name}"):
+            elif not self._nested.excludes(f"model.{name}"):
                 raise IncompatibleError(
-                    f"{self._archive.label}: no file has the data of {name}, as for a tied weight "
-                    f"without a record: leave it out (exclude='model.{name}', on the command line "
-                    f"--exclude model.{name}); a load into a module ties it again"
+                    f"{self._archive.label}: no file has the data of {name}. It may be a weight "
+                    f"tied to another one. Leave it out (exclude='model.{name}', on the command "
+                    f"line --exclude model.{name}); a load into a module ties it again"
                 )
 
     def _add_frozen(self, name: str, shape: Shape) -> None:
         """Add a frozen parameter of ZeRO-3: each rank has a part, and the last is padded."""
-        flats, runs = [], []
+        vectors, slices = [], []
         numel, part = prod(shape), -(-prod(shape) // len(self._models))
         for rank, (archive, state) in enumerate(self._models):
             fragments = self._expect(state.get("frozen_param_fragments"), dict)
-            flats.append([(archive, self._view(fragments.get(name)))])
+            vectors.append([(archive, self._expect_view(fragments.get(name)))])
             elements = ElementRange(min(rank * part, numel), min((rank + 1) * part, numel))
-            runs.append(_FlatSlice(rank, 0, 0, elements))
-        self._add(("model", name), _Parameter(name, shape, 0, runs), flats)
+            slices.append(_FlatSlice(rank, 0, 0, elements))
+        self._add_partitioned(("model", name), _Parameter(name, shape, 0, slices), vectors)
 
     def _parameters(self) -> Iterator[_Parameter]:
         """Yield the partitioned parameters, each with its parts."""
@@ -243,32 +249,32 @@ class _ZeroFiles:
         paddings = self._partitions[0][1].get("param_alignment_paddings")
         for number, group in enumerate(groups):
             if any(number >= len(rank_sizes) for rank_sizes in sizes):
-                raise self._damage(f"the group {number} has no vector on some rank")
+                raise self._corrupt(f"the group {number} has no vector on some rank")
             at = 0
             for index, (name, size) in enumerate(group.items()):
                 shape = self._shape(size)
                 vectors = [
                     (rank, number, rank_sizes[number]) for rank, rank_sizes in enumerate(sizes)
                 ]
-                yield _Parameter(name, shape, number, [*_runs(vectors, at, prod(shape), 0)])
+                yield _Parameter(name, shape, number, [*_locate(vectors, at, prod(shape), 0)])
                 at += prod(shape) + (self._padding(paddings, number, index) if paddings else 0)
 
     def _interleaved_parameters(
         self, groups: list[dict[Any, Any]], sizes: list[list[int]]
     ) -> Iterator[_Parameter]:
-        """Yield the parameters of ZeRO-3: each rank has an even part of each, in their order."""
+        """Yield the parameters of ZeRO-3: each rank has an equal part of each, in their order."""
         at = 0
         for number, group in enumerate(groups):
             for name, size in group.items():
                 shape = self._shape(size)
                 numel = prod(shape)
                 part = -(-numel // self._num_ranks)
-                runs: list[_FlatSlice] = []
+                slices: list[_FlatSlice] = []
                 for rank, rank_sizes in enumerate(sizes):
                     first = min(rank * part, numel)
                     vectors = [(rank, index, size) for index, size in enumerate(rank_sizes)]
-                    runs += _runs(vectors, at, min(part, numel - first), first)
-                yield _Parameter(name, shape, number, runs)
+                    slices += _locate(vectors, at, min(part, numel - first), first)
+                yield _Parameter(name, shape, number, slices)
                 at += part
 
     @cached_property
@@ -276,12 +282,12 @@ class _ZeroFiles:
         """The vectors of the fp32 weights, by rank."""
         key = "fp32_flat_groups" if self._stage == 3 else "single_partition_of_fp32_groups"
         return [
-            [(archive, self._view(tensor)) for tensor in self._expect(state.get(key), list)]
+            [(archive, self._expect_view(tensor)) for tensor in self._expect(state.get(key), list)]
             for archive, state in self._partitions
         ]
 
-    def _base(self, rank: int) -> dict[Any, Any]:
-        """Return the state dict of the optimizer that works on the vectors of a rank."""
+    def _optimizer_state(self, rank: int) -> dict[Any, Any]:
+        """Return the state dict of the optimizer that updates the vectors of a rank."""
         _, state = self._partitions[rank]
         key = "optimizer_state_dict" if self._stage == 3 else "base_optimizer_state"
         base = state.get(key)
@@ -294,42 +300,52 @@ class _ZeroFiles:
         return base
 
     def _add_optimizer(self, parameters: list[_Parameter]) -> None:
-        if self._nested.leaves_out("optim"):
+        if self._nested.excludes("optim"):
             return
-        bases = [self._base(rank) for rank in range(self._num_ranks)]
+        states = [self._optimizer_state(rank) for rank in range(self._num_ranks)]
         archives = [archive for archive, _ in self._partitions]
         for parameter in parameters:
             above = ("optim", "state", f"model.{parameter.name}")
             rank, number = 0, parameter.group
-            if parameter.runs:
-                rank, number = parameter.runs[0].rank, parameter.runs[0].number
-            for key, value in self._entries(bases[rank], number).items():
+            if parameter.slices:
+                rank, number = parameter.slices[0].rank, parameter.slices[0].number
+            for key, value in self._parameter_state(states[rank], number).items():
                 if isinstance(value, TensorView) and value.shape:
-                    flats = []
-                    for base, archive, weights in zip(bases, archives, self._weights, strict=True):
-                        entries = [self._entries(base, n) for n in range(len(weights))]
-                        flats.append([(archive, self._view(entry.get(key))) for entry in entries])
-                    self._add((*above, str(key)), parameter, flats)
+                    vectors = []
+                    for state, archive, weights in zip(
+                        states, archives, self._weights, strict=True
+                    ):
+                        entries = [self._parameter_state(state, n) for n in range(len(weights))]
+                        views = (self._expect_view(entry.get(key)) for entry in entries)
+                        vectors.append([(archive, view) for view in views])
+                    self._add_partitioned((*above, str(key)), parameter, vectors)
                 else:
                     self._nested.add((*above, str(key)), value, archives[rank])
-        base_groups = self._expect(bases[0].get("param_groups"), list)
+        self._add_groups(states[0], parameters, archives[0])
+
+    def _add_groups(
+        self, state: dict[Any, Any], parameters: list[_Parameter], archive: Archive
+    ) -> None:
+        """Add the optimizer's groups, with the names of the parameters, and its further keys."""
+        groups = self._expect(state.get("param_groups"), list)
         names: dict[int, list[str]] = {}
         for parameter in parameters:
             names.setdefault(parameter.group, []).append(f"model.{parameter.name}")
-        if any(number >= len(base_groups) for number in names):
-            raise self._damage(f"its parameters need more than its {len(base_groups)} groups")
-        groups = [
-            {**self._expect(g, dict), "params": names.get(n, [])} for n, g in enumerate(base_groups)
+        if any(number >= len(groups) for number in names):
+            raise self._corrupt(f"its parameters need more than its {len(groups)} groups")
+        named_groups = [
+            {**self._expect(group, dict), "params": names.get(number, [])}
+            for number, group in enumerate(groups)
         ]
-        self._nested.add(("optim", "param_groups"), groups, archives[0])
-        for key in bases[0].keys() - {"state", "param_groups"}:
-            self._nested.add(("optim", str(key)), bases[0][key], archives[0])
+        self._nested.add(("optim", "param_groups"), named_groups, archive)
+        for key in state.keys() - {"state", "param_groups"}:
+            self._nested.add(("optim", str(key)), state[key], archive)
 
-    def _add_further(self) -> None:
+    def _add_other_values(self) -> None:
         """Add the other values of the partitions: ZeRO's from the first rank, others per rank."""
-        for rank, (archive, file) in enumerate(self._files):
+        for rank, (archive, file) in enumerate(self._partition_files):
             for key in file.keys() - _FILE_KEYS:
-                self._nested.add_of_rank(("zero", str(key)), rank, file[key], archive)
+                self._nested.add_rank_value(("zero", str(key)), rank, file[key], archive)
         archive, state = self._partitions[0]
         for key, value in state.items():
             if key not in _LAYOUT_KEYS:
@@ -337,29 +353,30 @@ class _ZeroFiles:
                     value = {"class": value.name, **value.fields}  # noqa: PLW2901 - as plain data
                 self._nested.add(("zero", str(key)), value, archive)
 
-    def _entries(self, base: dict[Any, Any], number: int) -> dict[Any, Any]:
-        entries: dict[Any, Any] = self._expect(base["state"].get(number, {}), dict)
+    def _parameter_state(self, optimizer: dict[Any, Any], number: int) -> dict[Any, Any]:
+        entries: dict[Any, Any] = self._expect(optimizer["state"].get(number, {}), dict)
         return entries
 
-    def _add(
-        self, path: tuple[str, ...], parameter: _Parameter, flats: Sequence[list[_Vector]]
+    def _add_partitioned(
+        self, path: tuple[str, ...], parameter: _Parameter, vectors: Sequence[list[_Vector]]
     ) -> None:
-        """Add a tensor that has a parameter's layout in vectors of the ranks."""
+        """Add a tensor that has a parameter's layout in the vectors of the ranks."""
         fqn = ".".join(path)
-        if self._nested.leaves_out(fqn):
+        if self._nested.excludes(fqn):
             return
         chunks, dtypes = list[ForeignChunk](), set[str]()
-        for run in parameter.runs:
-            archive, view = flats[run.rank][run.number]
+        for piece in parameter.slices:
+            archive, view = vectors[piece.rank][piece.number]
             file, start = archive.locate(view, fqn)
             dtypes.add(view.dtype)
-            if not view.is_contiguous or run.at + run.elements.numel > prod(view.shape):
-                raise self._damage(f"{fqn} ends after the vector of rank {run.rank}")
-            cell = run.elements if run.elements.numel else Region.whole(parameter.shape)
-            if run.elements.numel or (0 in parameter.shape and not chunks):
-                chunks.append(ForeignChunk(cell, file, start + run.at * view.itemsize))
+            numel = piece.elements.numel
+            if not view.is_contiguous or piece.at + numel > prod(view.shape):
+                raise self._corrupt(f"{fqn} ends after the vector of rank {piece.rank}")
+            if numel or (0 in parameter.shape and not chunks):
+                cell = piece.elements if numel else Region.whole(parameter.shape)
+                chunks.append(ForeignChunk(cell, file, start + piece.at * view.itemsize))
         if len(dtypes) != 1 or not chunks:
-            raise self._damage(f"{fqn} has {len(chunks)} parts of {len(dtypes)} dtypes")
+            raise self._corrupt(f"{fqn} has {len(chunks)} parts of {len(dtypes)} dtypes")
         tensor = ForeignTensor(fqn, dtypes.pop(), parameter.shape, tuple(chunks))
         self._nested.add_tensor(path, tensor, self._archive)
 
@@ -382,33 +399,34 @@ class _ZeroFiles:
         try:
             return int(paddings[group][index])  # type: ignore[index]
         except (TypeError, IndexError, ValueError, KeyError):
-            raise self._damage("its paddings do not match its parameters") from None
+            raise self._corrupt("its paddings do not match its parameters") from None
 
     def _shape(self, size: object) -> Shape:
         if not isinstance(size, Size):
-            raise self._damage("a parameter without a shape")
+            raise self._corrupt("a parameter without a shape")
         return size.shape
 
-    def _view(self, value: object) -> TensorView:
+    def _expect_view(self, value: object) -> TensorView:
         if not isinstance(value, TensorView):
-            raise self._damage("a rank has no vector where one must be")
+            raise self._corrupt("a rank has no vector where one must be")
         return value
 
     def _expect(self, value: object, cls: type[Any]) -> Any:
         if isinstance(value, UnknownObject) or not isinstance(value, cls):
-            raise self._damage(f"a {type(value).__name__} in place of a {cls.__name__}")
+            raise self._corrupt(f"a {type(value).__name__} in place of a {cls.__name__}")
         return value
 
-    def _damage(self, why: str) -> CorruptError:
+    def _corrupt(self, why: str) -> CorruptError:
         return CorruptError(f"{self._models[0][0].label}: {why}; use another checkpoint")
 
 
-def _runs(
+def _locate(
     vectors: Sequence[tuple[int, int, int]], at: int, numel: int, start: int
 ) -> Iterator[_FlatSlice]:
-    """Yield the locations of a tensor's elements, from `start` on, in vectors (rank, number, size).
+    """Yield the locations of `numel` elements of a tensor, from its element `start` on.
 
-    The vectors are consecutive, and the first of the elements is their element `at`.
+    A vector is (rank, number, size). The vectors are consecutive, and the first of the tensor's
+    elements is at offset `at` in them.
     """
     if not numel:  # an empty tensor has no location, but it needs a vector's dtype
         for rank, number, _ in vectors[:1]:

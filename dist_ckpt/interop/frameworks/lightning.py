@@ -10,10 +10,10 @@ from __future__ import annotations
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.interop.dcp import read as dcp_files
-from dist_ckpt.interop.readers.nested_state import ImportFilter, Nested, Path, nth_name
+from dist_ckpt.interop.readers.nested_state import ImportFilter, NestedState, Path, numbered_name
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
-from dist_ckpt.interop.registry import LIGHTNING_META
-from dist_ckpt.interop.torch_save.read import dict_of, is_file, open_archive
+from dist_ckpt.interop.registry import LIGHTNING_META, is_file
+from dist_ckpt.interop.torch_save.read import open_archive, read_dict
 
 VERSION = "pytorch-lightning_version"
 
@@ -23,10 +23,10 @@ def read(storage: Storage, path: str, import_filter: ImportFilter) -> ForeignSta
 
     CorruptError, IncompatibleError for other files, or values that cannot be stored.
     """
-    nested = Nested(path, import_filter)
+    nested = NestedState(path, import_filter)
     is_folder = is_file(storage, f"{path}/{LIGHTNING_META}")
     with open_archive(storage, f"{path}/{LIGHTNING_META}" if is_folder else path) as archive:
-        state = dict_of(archive)
+        state = read_dict(archive)
         if VERSION not in state:
             raise IncompatibleError(
                 f"{archive.label} has no {VERSION!r}, so Lightning has not saved it: import it as "
@@ -39,7 +39,9 @@ def read(storage: Storage, path: str, import_filter: ImportFilter) -> ForeignSta
                 nested.add(("model",), value, archive)
             elif key == "optimizer_states":
                 for number, optimizer in enumerate(value if isinstance(value, list) else [value]):
-                    nested.add_optimizer((nth_name("optim", number),), optimizer, "model", archive)
+                    nested.add_optimizer(
+                        (numbered_name("optim", number),), optimizer, "model", archive
+                    )
             else:
                 nested.add((str(key),), value, archive)
     return nested.state(state.get("global_step"))
@@ -49,5 +51,5 @@ def _new_path(path: Path) -> Path:
     top, *rest = path
     number = str(top).removeprefix("optimizer_")
     if number.isdigit() and str(top) == f"optimizer_{number}":
-        return (nth_name("optim", int(number)), *rest)
+        return (numbered_name("optim", int(number)), *rest)
     return ("model", *rest) if top == "state_dict" else path

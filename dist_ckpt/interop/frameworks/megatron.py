@@ -1,7 +1,7 @@
 """Read folders of Megatron's dist checkpointing in the format torch_dist: DCP, and `common.pt`.
 
 Tensors keep the names of their sharded tensors, below `model`, or below `optim` if the name begins
-with "optimizer". Layers of one shape are one tensor, whose first dimension is the layer. Objects
+with "optimizer". Layers of equal shape are one tensor, whose first dimension is the layer. Objects
 are below `objects`. Values that are the same on all ranks, such as "iteration", keep their names.
 The names are in megatron/core/dist_checkpointing.
 """
@@ -14,49 +14,55 @@ from dist_ckpt.core.format import strict_json
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.interop.dcp import read as dcp_files
-from dist_ckpt.interop.readers.nested_state import ImportFilter, Nested, Path
-from dist_ckpt.interop.readers.restricted_pickle import PickledRecord, record_maker
-from dist_ckpt.interop.readers.torch_pickles import TABLE
+from dist_ckpt.interop.readers.nested_state import ImportFilter, NestedState, Path, join_path
+from dist_ckpt.interop.readers.restricted_pickle import PickledRecord, record_factory
+from dist_ckpt.interop.readers.torch_pickles import TORCH_NAMES
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
-from dist_ckpt.interop.registry import MEGATRON_ABOUT, MEGATRON_COMMON, MEGATRON_LATEST
-from dist_ckpt.interop.torch_save.read import dict_of, is_file, open_archive, whole_file
+from dist_ckpt.interop.registry import (
+    MEGATRON_ABOUT,
+    MEGATRON_COMMON,
+    MEGATRON_LATEST,
+    is_file,
+    read_bytes,
+)
+from dist_ckpt.interop.torch_save.read import open_archive, read_dict
 
 _MAX_TEXT_NBYTES = 1 << 20
-_TABLE = {**TABLE, "argparse Namespace": record_maker("Namespace")}
+_MEGATRON_NAMES = {**TORCH_NAMES, "argparse Namespace": record_factory("Namespace")}
 
-# The distributed optimizer's buffers, which concatenate parameters.
-_BUFFERS = re.compile(r"\.(dp_group_idx|gbuf_idx|bucket_idx)_\d+\.|\.per_bucket_")
+# The name of a buffer of the distributed optimizer, which concatenates parameters.
+_OPTIMIZER_BUFFER = re.compile(r"\.(dp_group_idx|gbuf_idx|bucket_idx)_\d+\.|\.per_bucket_")
 
 
 def read(storage: Storage, path: str, import_filter: ImportFilter) -> ForeignState:
-    """Return the state in a folder, with its iteration; for a run's folder, the latest one.
+    """Return the state in a folder, with its iteration. For a run's folder, this is the latest.
 
     CorruptError, IncompatibleError for damaged files, or values that cannot be stored.
     """
-    folder = latest(storage, path)
+    folder = find_latest(storage, path)
     _check_format(storage, folder)
-    nested = Nested(folder, import_filter)
+    nested = NestedState(folder, import_filter)
     # `keep_unknown`: the metadata also has the plans of all ranks.
     dcp_files.add_folder(nested, storage, folder, _new_path, keep_unknown=True)
-    if buffer := next((name for name in nested.tensors if _BUFFERS.search(name)), None):
+    if buffer := next((name for name in nested.tensors if _OPTIMIZER_BUFFER.search(name)), None):
         raise IncompatibleError(
             f"{folder}: {buffer} is a buffer of the distributed optimizer, whose layout depends on "
             f"the ranks. Save with --dist-ckpt-optim-fully-reshardable, or leave the optimizer out "
             f"(exclude='optim', on the command line --exclude optim)"
         )
-    with open_archive(storage, f"{folder}/{MEGATRON_COMMON}", _TABLE) as archive:
-        common = dict_of(archive)
+    with open_archive(storage, f"{folder}/{MEGATRON_COMMON}", _MEGATRON_NAMES) as archive:
+        common = read_dict(archive)
         for key, value in common.items():
             plain = value.fields if isinstance(value, PickledRecord) else value
             nested.add((str(key),), plain, archive)
     return nested.state(common.get("iteration"))
 
 
-def latest(storage: Storage, path: str) -> str:
+def find_latest(storage: Storage, path: str) -> str:
     """Return the folder of the latest iteration if a path is that of a run, else the path."""
     if not is_file(storage, f"{path}/{MEGATRON_LATEST}"):
         return path
-    text = whole_file(storage, f"{path}/{MEGATRON_LATEST}", _MAX_TEXT_NBYTES)
+    text = read_bytes(storage, f"{path}/{MEGATRON_LATEST}", _MAX_TEXT_NBYTES)
     name = text.decode("utf-8", "replace").strip()
     folder = f"iter_{name:0>7}" if name.isdigit() else name
     if not re.fullmatch(r"iter_\d+|release", folder):
@@ -66,8 +72,8 @@ def latest(storage: Storage, path: str) -> str:
 
 def _check_format(storage: Storage, folder: str) -> None:
     try:
-        text = whole_file(storage, f"{folder}/{MEGATRON_ABOUT}", _MAX_TEXT_NBYTES)
-    except FileNotFoundError:
+        text = read_bytes(storage, f"{folder}/{MEGATRON_ABOUT}", _MAX_TEXT_NBYTES)
+    except NotFoundError:
         raise NotFoundError(
             f"{folder}/{MEGATRON_ABOUT}: the file does not exist, so {folder} is not a checkpoint "
             f"of Megatron's dist checkpointing; check the path"
@@ -82,7 +88,7 @@ def _check_format(storage: Storage, folder: str) -> None:
 
 
 def _new_path(path: Path) -> Path:
-    name = ".".join(map(str, path))
+    name = join_path(path)
     if re.search(r"/shard_\d+(\.\d+)*_\d+(\.\d+)*$", name):
         return ("objects", name)
     if name.startswith(("optimizer.", "chained_")):

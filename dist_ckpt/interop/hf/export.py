@@ -24,21 +24,23 @@ from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.core.shard_io.read.open_files import open_file
 from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.default_opener import OPENER
-from dist_ckpt.errors import IncompatibleError, StorageError, check_flag
+from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, StorageError, check_flag
+from dist_ckpt.interop.hf import read
 from dist_ckpt.interop.hf.export_plan import (
     DEFAULT_SHARD_SIZE,
+    EXPORT_METADATA,
     WINDOW_NBYTES,
-    ExportContents,
     ExportedFile,
-    dtype_of,
-    index_of,
-    nbytes_of,
+    ExportedTensor,
+    encode_index,
     pack_files,
+    parse_dtype,
+    parse_size,
     select_tensors,
 )
-from dist_ckpt.interop.hf.read import MODEL
-from dist_ckpt.interop.new_folder import check_replaceable, new_folder, write_document
-from dist_ckpt.interop.registry import HF_INDEX
+from dist_ckpt.interop.new_folder import list_target, new_folder, write_document
+from dist_ckpt.interop.readers.virtual_checkpoint import MODEL
+from dist_ckpt.interop.registry import HF_INDEX, SAFETENSORS
 from dist_ckpt.reports import CopyProgress, Progress
 from dist_ckpt.tools.new_file import check_outside
 from dist_ckpt.tools.rewrite.write_plan import WritePlan
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
 __all__ = ["export_folder"]
 
 # Error codes of file systems that can neither clone nor copy a file in the kernel.
-_NO_CLONES = (
+_CANNOT_CLONE = (
     *(errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP),
     *(errno.EBADF, errno.EPERM, errno.ETXTBSY),
 )
@@ -120,7 +122,7 @@ def plan_export(  # noqa: PLR0913 - those of `export_folder`
     The conversion to a narrower dtype can still fail in `run`, for values that do not fit.
     """
     selection = parse_selection(include, exclude)
-    new_dtype, max_nbytes = dtype_of(dtype), nbytes_of(max_shard_size)
+    new_dtype, max_nbytes = parse_dtype(dtype), parse_size(max_shard_size)
     check_flag("reflink", reflink)
     if not isinstance(only, str) or not only:
         raise ValueError(f"only={only!r}: give the name of a component")
@@ -129,7 +131,7 @@ def plan_export(  # noqa: PLR0913 - those of `export_folder`
     path = real_path(path)
     if path != real_path(source_path):  # an export may replace a folder that is its source
         check_outside(real_path(source_path), path)
-    retained = check_replaceable(target, path, overwrite=overwrite)
+    retained = _check_replaceable(target, path, overwrite=overwrite)
     opened = OpenCheckpoint.at(storage, source_path)
     with opened.not_found_if_removed():
         tensors = select_tensors(opened.catalog, source_path, only, selection, new_dtype)
@@ -138,14 +140,14 @@ def plan_export(  # noqa: PLR0913 - those of `export_folder`
     return WritePlan(
         path,
         partial(_write, opened, files, (target, path), overwrite=overwrite),
-        partial(_sizes, files),
+        partial(_file_sizes, files),
         tuple(f"{path}/{name}" for name in sorted({*names} - {*retained})),
     )
 
 
-def _sizes(files: Sequence[ExportedFile]) -> dict[str, int]:
+def _file_sizes(files: Sequence[ExportedFile]) -> dict[str, int]:
     sizes = {file.name: file.nbytes for file in files}
-    return sizes if len(files) == 1 else {**sizes, HF_INDEX: len(index_of(files))}
+    return sizes if len(files) == 1 else {**sizes, HF_INDEX: len(encode_index(files))}
 
 
 def _write(
@@ -157,18 +159,55 @@ def _write(
     overwrite: bool,
 ) -> int:
     storage, path = target
-    tell = CopyProgress(sum(file.data_nbytes for file in files), progress)
+    check = partial(_check_replaceable, overwrite=overwrite)
+    count_copied = CopyProgress(sum(file.data_nbytes for file in files), progress)
     with (
         source,
         source.not_found_if_removed(),
-        new_folder(storage, path, overwrite=overwrite) as new,
+        new_folder(storage, path, check, replaces=overwrite) as new,
     ):
         for file in files:
-            _write_file(source, storage, new, file, tell)
+            _write_file(source, storage, new, file, count_copied)
         nbytes = sum(file.nbytes for file in files)
         if len(files) > 1:
-            nbytes += write_document(storage, f"{new}/{HF_INDEX}", index_of(files))
+            nbytes += write_document(storage, f"{new}/{HF_INDEX}", encode_index(files))
     return nbytes
+
+
+def _check_replaceable(storage: Storage, path: str, *, overwrite: bool) -> tuple[str, ...]:
+    """Return the files to keep of a folder at `path`. ExistsError if it must not be replaced.
+
+    With `overwrite`, a folder can be replaced if exports wrote all its safetensors files. Its other
+    files, such as config.json, are kept.
+    """
+    check_flag("overwrite", overwrite)
+    entries = list_target(storage, path)
+    if entries and not overwrite:
+        raise ExistsError(
+            f"{path}: something is there already: choose another path, or replace it "
+            f"(overwrite=True, on the command line --overwrite)"
+        )
+    tensor_files = {entry.name for entry in entries if entry.name.endswith(SAFETENSORS)}
+    foreign = sorted(
+        entry.name
+        for entry in entries
+        if entry.kind != "file"
+        or (entry.name in tensor_files and not _is_of_export(storage, f"{path}/{entry.name}"))
+    )
+    if foreign:
+        raise ExistsError(
+            f"{path} has {', '.join(foreign[:5])}, which no export has written, so it is not "
+            f"replaced: choose another path, or remove it"
+        )
+    return tuple(entry.name for entry in entries if entry.name not in {*tensor_files, HF_INDEX})
+
+
+def _is_of_export(storage: Storage, path: str) -> bool:
+    try:
+        metadata = read.read_file(storage, path).metadata
+    except (CorruptError, IncompatibleError):
+        return False
+    return metadata.get("exported_by") == EXPORT_METADATA["exported_by"]
 
 
 # --- files -------------------------------------------------------------------------------------
@@ -179,23 +218,26 @@ def _write_file(
     target: Storage,
     folder: str,
     file: ExportedFile,
-    tell: Callable[[int], None],
+    count_copied: Callable[[int], None],
 ) -> None:
     """Write one file, durably. CorruptError if its source is damaged."""
     path = f"{folder}/{file.name}"
     if file.clone_of is not None:
         wanted = [
-            TensorRequest(t.fqn, t.saved, t.shape, (Region.whole(t.shape),)) for t in file.tensors
+            TensorRequest(t.fqn, t.saved_dtype, t.shape, (Region.whole(t.shape),))
+            for t in file.tensors
         ]
         source.check(wanted)
         record = source.index.files[file.clone_of]
         stored = f"{source.folder}/{source.index.file_name(record)}"
         if clone(stored, record.header_nbytes, path, file):
-            tell(file.data_nbytes)
+            count_copied(file.data_nbytes)
             return
     tensors = {tensor.fqn: tensor for tensor in file.tensors}
     # Converted tensors may be larger: they must fit into memory, too.
-    ratio = max(DTYPES[e.dtype].itemsize // DTYPES[e.saved].itemsize for e in tensors.values())
+    ratio = max(
+        DTYPES[e.dtype].itemsize // DTYPES[e.saved_dtype].itemsize for e in tensors.values()
+    )
     windows = source.stream(tensors, window_nbytes=WINDOW_NBYTES // max(1, ratio), order="names")
     out = target.create(path, file.nbytes)
     try:
@@ -203,10 +245,10 @@ def _write_file(
         start = len(file.header)
         with closing(windows):
             for window in windows:
-                for part in _as_written(window, tensors):
+                for part in _convert(window, tensors):
                     out.write_at(start, part)
                     start += part.nbytes
-                    tell(part.nbytes)
+                    count_copied(part.nbytes)
         if out.finish() != file.nbytes:
             raise StorageError(f"{path} does not have the size that was written: try again")
     finally:
@@ -214,11 +256,11 @@ def _write_file(
 
 
 def _whole_files(
-    source: OpenCheckpoint, tensors: Sequence[ExportContents]
-) -> dict[int, tuple[ExportContents, ...]]:
+    source: OpenCheckpoint, tensors: Sequence[ExportedTensor]
+) -> dict[int, tuple[ExportedTensor, ...]]:
     """Return the files that contain only whole tensors of the export, by number."""
     index = source.index
-    by_fqn = {tensor.fqn: tensor for tensor in tensors if tensor.saved == tensor.dtype}
+    by_fqn = {tensor.fqn: tensor for tensor in tensors if tensor.saved_dtype == tensor.dtype}
     components = {index.catalog.tensors[fqn].component for fqn in by_fqn}
     whole_files = {}
     for number, record in enumerate(index.files if index.has_digests else ()):
@@ -232,19 +274,17 @@ def _whole_files(
     return whole_files
 
 
-def _as_written(
-    window: TensorWindow, tensors: Mapping[str, ExportContents]
-) -> Iterator[memoryview]:
-    """Yield the bytes of a window to write, converted part by part."""
+def _convert(window: TensorWindow, tensors: Mapping[str, ExportedTensor]) -> Iterator[memoryview]:
+    """Yield the bytes to write for a window: tensor by tensor if one has a new dtype."""
     parts = [(tensors[want.fqn], data) for want, data in window.parts]
-    if all(tensor.saved == tensor.dtype for tensor, _ in parts):
+    if all(tensor.saved_dtype == tensor.dtype for tensor, _ in parts):
         yield window.data
         return
     from dist_ckpt.core.shard_io.memory.torch_tensor import convert  # noqa: PLC0415  (only this needs torch)
 
     for tensor, data in parts:
-        is_converted = tensor.saved != tensor.dtype
-        part = convert(data, tensor.saved, tensor.dtype) if is_converted else data
+        is_converted = tensor.saved_dtype != tensor.dtype
+        part = convert(data, tensor.saved_dtype, tensor.dtype) if is_converted else data
         if part is None:
             raise IncompatibleError(
                 f"{tensor.fqn} has finite values that would be infinite in {tensor.dtype}: choose "
@@ -254,7 +294,7 @@ def _as_written(
 
 
 def clone(source: str, start: int, path: str, file: ExportedFile) -> bool:
-    """Write a file of its header and the data of a source file from `start` on, durably.
+    """Write the header, and the data of a source file from `start` on, to a durable file.
 
     On XFS and btrfs `copy_file_range` shares whole pages, and both headers end at a page. Other
     file systems copy the data. Return False, without a file, if the kernel can do neither.
@@ -276,7 +316,7 @@ def clone(source: str, start: int, path: str, file: ExportedFile) -> bool:
                 done += count
             os.fsync(out.fileno())
     except OSError as error:
-        if error.errno in _NO_CLONES:
+        if error.errno in _CANNOT_CLONE:
             os.unlink(path)
             return False
         raise StorageError(f"{path} cannot be written: {error.strerror}") from error

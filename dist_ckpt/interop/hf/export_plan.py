@@ -21,28 +21,29 @@ from dist_ckpt.interop.registry import HF_FILE, SAFETENSORS
 # Three windows are in memory at once, with the blocks that are read for them.
 WINDOW_NBYTES = 16 << 20
 
-# In each file. transformers requires "format"; "exported_by" allows an export to replace the file.
-METADATA = {"format": "pt", "exported_by": "dist_ckpt"}
+# The metadata of each file. transformers requires "format"; an export replaces a file only if it
+# has "exported_by".
+EXPORT_METADATA = {"format": "pt", "exported_by": "dist_ckpt"}
 
 DEFAULT_SHARD_SIZE = "5GB"
 
 # The data begins on a page, as in shard files. So it can be cloned, and bypass the page cache.
 _ALIGNMENT = 4096
 
-_ALL_FLOATS = re.compile(r"(b?float16|float32|float64|float8_\w+)")
-_SHORT = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+_FLOATS = re.compile(r"(b?float16|float32|float64|float8_\w+)")
+_SHORT_NAMES = {"fp64": "float64", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
-_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+_UNIT_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 @dataclass(frozen=True, slots=True)
-class ExportContents:
-    """A tensor to write: `fqn` is the stored tensor with its data, and `saved` is its dtype."""
+class ExportedTensor:
+    """A tensor to write: `fqn` is the name of its stored data, whose dtype is `saved_dtype`."""
 
     name: str
     fqn: str
-    saved: str
+    saved_dtype: str
     dtype: str
     shape: Shape
 
@@ -56,12 +57,12 @@ class ExportContents:
 class ExportedFile:
     """A file to write: its header, and the tensors after it, without gaps.
 
-    `clone_of` is the number of the checkpoint's file that has the same bytes after its own header.
+    `clone_of` is the number of the checkpoint's file that has the same data after its own header.
     """
 
     name: str
     header: bytes
-    tensors: tuple[ExportContents, ...]
+    tensors: tuple[ExportedTensor, ...]
     clone_of: int | None = None
 
     @property
@@ -75,33 +76,33 @@ class ExportedFile:
         return len(self.header) + self.data_nbytes
 
 
-def dtype_of(option: object) -> str | None:
-    """Return the new dtype of floating tensors. ValueError for an unknown one."""
+def parse_dtype(option: object) -> str | None:
+    """Return the dtype that an option names, for floating tensors. ValueError if it is unknown."""
     if option is None:
         return None
     name = str(option).removeprefix("torch.")
-    name = _SHORT.get(name, name)
-    if name not in _SHORT.values():
-        names = ", ".join((*_SHORT.values(), *_SHORT))
+    name = _SHORT_NAMES.get(name, name)
+    if name not in _SHORT_NAMES.values():
+        names = ", ".join((*_SHORT_NAMES.values(), *_SHORT_NAMES))
         raise ValueError(f"dtype={option!r}: give one of {names}")
     return name
 
 
-def nbytes_of(size: int | str) -> int:
+def parse_size(size: int | str) -> int:
     """Return a size such as "5GB" or "500MiB" in bytes. ValueError for an invalid one."""
     if type(size) is int and size > 0:
         return size
     if isinstance(size, str) and (match := _SIZE.fullmatch(size.strip())):
         base = 1024 if match[3] else 1000
-        if nbytes := int(float(match[1]) * base ** _POWERS[match[2].upper()]):
+        if nbytes := int(float(match[1]) * base ** _UNIT_POWERS[match[2].upper()]):
             return nbytes
     raise ValueError(f"max_shard_size={size!r}: give a number of bytes, or one like 5GB or 500MiB")
 
 
 def select_tensors(
     catalog: Catalog, path: str, only: str, selection: Selection, dtype: str | None
-) -> tuple[ExportContents, ...]:
-    """Return the tensors of a component to write, in its order; a tied tensor once.
+) -> tuple[ExportedTensor, ...]:
+    """Return the tensors of a component to write, in its order. A tied tensor is written once.
 
     IncompatibleError names everything that safetensors cannot store, with remedies. ValueError for
     a pattern that matches nothing.
@@ -120,15 +121,15 @@ def select_tensors(
         raise ValueError(listed(unmatched, "; "))
     names = [name for name in below if name in selection]
     problems = [*_value_problems(catalog, names)]
-    tensors: dict[str, ExportContents] = {}
+    tensors: dict[str, ExportedTensor] = {}
     for name in names:
         data = catalog.aliases.get(name, name)
         if data not in catalog.tensors or data in tensors:
             continue
         record = catalog.tensors[data]
-        new_dtype = dtype if dtype and _ALL_FLOATS.fullmatch(record.dtype) else record.dtype
+        new_dtype = dtype if dtype and _FLOATS.fullmatch(record.dtype) else record.dtype
         short = name.removeprefix(prefix)
-        tensors[data] = ExportContents(short, data, record.dtype, new_dtype, record.shape)
+        tensors[data] = ExportedTensor(short, data, record.dtype, new_dtype, record.shape)
         problems += _tensor_problems(name, tensors[data], only)
     if not problems and not tensors:
         raise ValueError(f"{selection} leaves no tensor of {only!r}: give other patterns")
@@ -140,7 +141,7 @@ def select_tensors(
 
 
 def _value_problems(catalog: Catalog, names: Sequence[str]) -> Iterator[str]:
-    # The names of the tensor subclasses that have a record.
+    # A tensor subclass has a record of its inner tensors, which is a value.
     subclasses = {n.removesuffix(f".{RECORD}") for n in names if n.endswith(f".{RECORD}")}
     for fqn in sorted(subclasses):
         yield (
@@ -156,31 +157,31 @@ def _value_problems(catalog: Catalog, names: Sequence[str]) -> Iterator[str]:
             )
 
 
-def _tensor_problems(fqn: str, tensor: ExportContents, only: str) -> Iterator[str]:
-    leave = f"rename it before the save, or leave it out ({excluded_names(fqn)})"
+def _tensor_problems(fqn: str, tensor: ExportedTensor, only: str) -> Iterator[str]:
+    leave_out = f"leave it out ({excluded_names(fqn)})"
+    rename = f"rename it before the save, or {leave_out}"
     if fqn == only or not tensor.name:
-        yield f"{fqn} has no name within {only!r}: {leave}"
+        yield f"{fqn} has no name within {only!r}: {rename}"
     if tensor.name == "__metadata__":
-        yield f"{fqn}: {tensor.name!r} is a reserved name in safetensors: {leave}"
+        yield f"{fqn}: {tensor.name!r} is a reserved name in safetensors: {rename}"
     if DTYPES[tensor.dtype].safetensors is None:
-        convert = "convert it (dtype=), or " if _ALL_FLOATS.fullmatch(tensor.dtype) else ""
-        leave = f"{convert}leave it out ({excluded_names(fqn)})"
-        yield f"{fqn} is {tensor.dtype}, which safetensors lacks: {leave}"
+        convert = "convert it (dtype=), or " if _FLOATS.fullmatch(tensor.dtype) else ""
+        yield f"{fqn} is {tensor.dtype}, which safetensors lacks: {convert}{leave_out}"
 
 
 def pack_files(
-    tensors: Sequence[ExportContents],
+    tensors: Sequence[ExportedTensor],
     max_nbytes: int,
-    cloned: Mapping[int, Sequence[ExportContents]],
+    cloned: Mapping[int, Sequence[ExportedTensor]],
 ) -> tuple[ExportedFile, ...]:
     """Distribute tensors, in their order, to files with at most `max_nbytes` of data.
 
     A larger tensor gets a separate file. `cloned` has the tensors of whole files of the checkpoint,
     by the number of the file. Each such file becomes one file of the export, whatever its size.
     """
-    groups: list[tuple[int | None, Sequence[ExportContents]]] = [*cloned.items()]
+    groups: list[tuple[int | None, Sequence[ExportedTensor]]] = [*cloned.items()]
     cloned_names = {entry.name for group in cloned.values() for entry in group}
-    free, group = 0, list[ExportContents]()
+    free, group = 0, list[ExportedTensor]()
     for tensor in tensors:
         if tensor.name in cloned_names:
             continue
@@ -195,12 +196,12 @@ def pack_files(
         name = HF_FILE if count == 1 else f"model-{number:05}-of-{count:05}{SAFETENSORS}"
         # As in safetensors: the widest dtype first, so that each tensor is aligned to it.
         by_width = sorted(members, key=lambda t: (-DTYPES[t.dtype].itemsize, t.name))
-        files.append(_file(name, by_width if clone_of is None else members, clone_of))
+        files.append(_plan_file(name, by_width if clone_of is None else members, clone_of))
     return tuple(files)
 
 
-def _file(name: str, tensors: Sequence[ExportContents], clone_of: int | None) -> ExportedFile:
-    doc: dict[str, object] = {"__metadata__": METADATA}
+def _plan_file(name: str, tensors: Sequence[ExportedTensor], clone_of: int | None) -> ExportedFile:
+    doc: dict[str, object] = {"__metadata__": EXPORT_METADATA}
     start = 0
     for tensor in tensors:
         stop = start + tensor.nbytes
@@ -221,7 +222,7 @@ def _file(name: str, tensors: Sequence[ExportContents], clone_of: int | None) ->
     return ExportedFile(name, header, tuple(tensors), clone_of)
 
 
-def index_of(files: Sequence[ExportedFile]) -> bytes:
+def encode_index(files: Sequence[ExportedFile]) -> bytes:
     """Return the index of several files, as transformers writes it."""
     weight_map = {tensor.name: file.name for file in files for tensor in file.tensors}
     doc = {

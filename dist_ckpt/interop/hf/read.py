@@ -1,7 +1,7 @@
 """Read a safetensors file, or a Hugging Face folder of them, as the state of a model.
 
-A header can be hostile: its JSON is parsed within bounds, and every number is checked with the
-file. The format is in https://huggingface.co/docs/safetensors.
+A header may be hostile: its JSON is parsed within limits, and its numbers must fit the file. The
+format is in https://huggingface.co/docs/safetensors.
 """
 
 from __future__ import annotations
@@ -17,25 +17,23 @@ from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.format.index.index import Node
 from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.strict_json import Json
-from dist_ckpt.core.storage import ReadableFile, Storage, real_path
+from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError, listed
 from dist_ckpt.interop.readers.virtual_checkpoint import (
+    MODEL,
     ForeignChunk,
     ForeignState,
     ForeignTensor,
-    checkpoint_of,
+    build_virtual_checkpoint,
 )
-from dist_ckpt.interop.registry import HF_INDEX
-
-# The tensors of such files get this component: `{"model": ...}`.
-MODEL = "model"
+from dist_ckpt.interop.registry import HF_INDEX, open_file, read_bytes
 
 MAX_HEADER_NBYTES = 100_000_000  # the limit of the safetensors library
-MAX_INDEX_NBYTES = 256 << 20  # more than any index has
+_MAX_INDEX_NBYTES = 256 << 20  # more than any index has
 
-_BY_CODE = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors}
+_DTYPES = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safetensors}
 _MAX_NDIM = 64
-MAX_NAME_CHARS = MAX_FQN_CHARS - len(f"{MODEL}.")
+_MAX_NAME_CHARS = MAX_FQN_CHARS - len(f"{MODEL}.")
 
 
 def open_safetensors(storage: Storage, path: str, file: str | None) -> Storage:
@@ -48,30 +46,31 @@ def open_safetensors(storage: Storage, path: str, file: str | None) -> Storage:
     else:
         state = read_file(storage, file)
         label = "a safetensors file" if file == path else "a folder with a safetensors file"
-    return checkpoint_of(storage, path, state, label)
+    return build_virtual_checkpoint(storage, path, state, label)
 
 
 def read_file(storage: Storage, path: str) -> ForeignState:
     """Return the state in one file. CorruptError, IncompatibleError for another kind of file."""
-    return _state(*_header_of(storage, path))
+    return _build_state(*_read_header(storage, path))
 
 
 def read_folder(storage: Storage, folder: str) -> ForeignState:
     """Return the state in the files that a folder's index names.
 
-    NotFoundError names missing files, CorruptError tensors that the files do not contain.
+    NotFoundError names missing files, CorruptError the tensors that no file contains.
     """
     path = f"{folder}/{HF_INDEX}"
-    index = _read_index(storage, path)
-    weight_map = _object(index.get("weight_map"), f"{path}, weight_map")
-    names = {name: _file_name(file, path) for name, file in weight_map.items()}
+    data = read_bytes(storage, path, _MAX_INDEX_NBYTES)
+    index = _expect_object(strict_json.parse(data, path), path)
+    weight_map = _expect_object(index.get("weight_map"), f"{path}, weight_map")
+    names = {name: _check_file_name(file, path) for name, file in weight_map.items()}
     if not names:
         raise CorruptError(f"{path} names no tensor; fetch it again")
     tensors: list[ForeignTensor] = []
     missing_files = []
     for file in sorted(set(names.values())):
         try:
-            in_file, _ = _header_of(storage, f"{folder}/{file}")
+            in_file, _ = _read_header(storage, f"{folder}/{file}")
         except NotFoundError:
             missing_files.append(file)
             continue
@@ -85,19 +84,19 @@ def read_folder(storage: Storage, folder: str) -> ForeignState:
             f"{path} names tensors that their files lack: {listed(missing)}; fetch the files again"
         )
     metadata = index.get("metadata")
-    return _state(tensors, metadata if isinstance(metadata, dict) else {})
+    return _build_state(tensors, metadata if isinstance(metadata, dict) else {})
 
 
-def _state(tensors: Sequence[ForeignTensor], metadata: Mapping[str, Json]) -> ForeignState:
+def _build_state(tensors: Sequence[ForeignTensor], metadata: Mapping[str, Json]) -> ForeignState:
     named = [replace(tensor, fqn=f"{MODEL}.{tensor.fqn}") for tensor in tensors]
     names = tuple(tensor.fqn for tensor in tensors)
     tree = (Node("", "dict", (MODEL,)), Node(MODEL, "dict", names))
     return ForeignState(named, tree, {}, dict(metadata))
 
 
-def _header_of(storage: Storage, path: str) -> tuple[list[ForeignTensor], dict[str, Json]]:
+def _read_header(storage: Storage, path: str) -> tuple[list[ForeignTensor], dict[str, Json]]:
     """Return the tensors of a file, and its metadata."""
-    with closing(_open(storage, path)) as file:
+    with closing(open_file(storage, path)) as file:
         size = memoryview(bytearray(8))
         count = file.read_into(0, size)
         nbytes = int.from_bytes(size, "little")
@@ -107,8 +106,8 @@ def _header_of(storage: Storage, path: str) -> tuple[list[ForeignTensor], dict[s
         if file.read_into(8, memoryview(header)) < nbytes:
             raise CorruptError(f"{path} was truncated while it was read")
         total = file.nbytes
-    doc = _object(strict_json.parse(bytes(header).rstrip(b" "), path), path)
-    metadata = _object(doc.pop("__metadata__", {}), f"{path}, __metadata__")
+    doc = _expect_object(strict_json.parse(bytes(header).rstrip(b" "), path), path)
+    metadata = _expect_object(doc.pop("__metadata__", {}), f"{path}, __metadata__")
     if "dist_ckpt_index" in metadata:
         raise IncompatibleError(
             f"{path} has the bytes of a state: read them with dist_ckpt.load_bytes(state, data)"
@@ -117,12 +116,12 @@ def _header_of(storage: Storage, path: str) -> tuple[list[ForeignTensor], dict[s
         raise IncompatibleError(
             f"{path} is one file of a dist_ckpt checkpoint: give the checkpoint's folder"
         )
-    tensors = [_tensor(name, doc[name], path, 8 + nbytes, total) for name in doc]
-    _check_apart(tensors, path)
+    tensors = [_parse_tensor(name, doc[name], path, 8 + nbytes, total) for name in doc]
+    _check_offsets(tensors, path)
     return tensors, metadata
 
 
-def _check_apart(tensors: Sequence[ForeignTensor], path: str) -> None:
+def _check_offsets(tensors: Sequence[ForeignTensor], path: str) -> None:
     """Raise CorruptError if two tensors have common bytes: a small file could become large."""
     end, last = 0, ""
     spans = (
@@ -138,19 +137,19 @@ def _check_apart(tensors: Sequence[ForeignTensor], path: str) -> None:
         end, last = max(end, start + nbytes), name
 
 
-def _tensor(name: str, value: Json, path: str, start: int, total: int) -> ForeignTensor:
+def _parse_tensor(name: str, value: Json, path: str, start: int, total: int) -> ForeignTensor:
     label = f"{path}, {strict_json.quote(name)}"
-    entry = _object(value, label)
+    entry = _expect_object(value, label)
     code, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
-    dtype = _BY_CODE.get(code) if isinstance(code, str) else None
+    dtype = _DTYPES.get(code) if isinstance(code, str) else None
     if dtype is None:
         raise IncompatibleError(
             f"{label}: the dtype {strict_json.quote(code)} is not supported "
-            f"({', '.join(sorted(_BY_CODE))}): convert it with the library that wrote it"
+            f"({', '.join(sorted(_DTYPES))}): convert it with the library that wrote it"
         )
-    sizes = tuple(_numbers(shape, f"{label}, shape"))
-    position = tuple(_numbers(offsets, f"{label}, data_offsets"))
-    if len(sizes) > _MAX_NDIM or len(position) != 2 or not 0 < len(name) <= MAX_NAME_CHARS:
+    sizes = tuple(_parse_sizes(shape, f"{label}, shape"))
+    position = tuple(_parse_sizes(offsets, f"{label}, data_offsets"))
+    if len(sizes) > _MAX_NDIM or len(position) != 2 or not 0 < len(name) <= _MAX_NAME_CHARS:
         raise CorruptError(f"{label}: not a tensor of a safetensors file; fetch the file again")
     first, stop = position
     if stop - first != prod(sizes) * dtype.itemsize or start + stop > total:
@@ -162,7 +161,7 @@ def _tensor(name: str, value: Json, path: str, start: int, total: int) -> Foreig
     return ForeignTensor(name, dtype.name, sizes, (chunk,))
 
 
-def _numbers(value: Json, label: str) -> Iterator[int]:
+def _parse_sizes(value: Json, label: str) -> Iterator[int]:
     if not isinstance(value, list):
         raise CorruptError(f"{label}: {strict_json.quote(value)} is not a list of numbers")
     for number in value:
@@ -171,7 +170,7 @@ def _numbers(value: Json, label: str) -> Iterator[int]:
         yield number
 
 
-def _file_name(value: Json, path: str) -> str:
+def _check_file_name(value: Json, path: str) -> str:
     if not isinstance(value, str) or not value or {"/", "\0"} & {*value} or value in (".", ".."):
         raise CorruptError(
             f"{path} names the file {strict_json.quote(value)}, which is not in the same folder"
@@ -179,25 +178,7 @@ def _file_name(value: Json, path: str) -> str:
     return value
 
 
-def _open(storage: Storage, path: str) -> ReadableFile:
-    try:
-        return storage.open(real_path(path))
-    except FileNotFoundError:
-        raise NotFoundError(f"{path}: the file does not exist") from None
-
-
-def _read_index(storage: Storage, path: str) -> dict[str, Json]:
-    with closing(_open(storage, path)) as file:
-        if file.nbytes > MAX_INDEX_NBYTES:
-            raise CorruptError(
-                f"{path}: an index has at most {MAX_INDEX_NBYTES} bytes, not {file.nbytes}"
-            )
-        data = bytearray(file.nbytes)
-        count = file.read_into(0, memoryview(data))
-    return _object(strict_json.parse(bytes(data[:count]), path), path)
-
-
-def _object(value: Json, label: str) -> dict[str, Json]:
+def _expect_object(value: Json, label: str) -> dict[str, Json]:
     if not isinstance(value, dict):
         raise CorruptError(f"{label}: {strict_json.quote(value)} is not a JSON object")
     return value

@@ -1,6 +1,6 @@
 """Turn nested state that another system pickled into the tensors and values of a checkpoint.
 
-`ImportFilter` selects names: files may contain values that a checkpoint cannot store.
+Files may contain values that a checkpoint cannot store: `ImportFilter` selects names.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class ImportFilter(NamedTuple):
 
 Path = tuple[PathKey, ...]
 
-# The cost of a name in addition to its characters: each name has a record.
+# The cost of a name in a `PickleBudget`, besides its characters.
 _NAME_COST = 64
 
-_TWO_THINGS = "the name of two things: rename one"
+_USED_TWICE = "the name of two things: rename one"
 
 
 def join_path(path: Path) -> str:
@@ -53,8 +53,8 @@ def join_path(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def tree_of(paths: Iterable[Path]) -> tuple[Node, ...]:
-    """Return the containers of a nested state; one whose keys are numbers is a list."""
+def build_tree(paths: Iterable[Path]) -> tuple[Node, ...]:
+    """Return the containers of a nested state. With the keys 0, 1, ... a container is a list."""
     keys: dict[Path, dict[PathKey, None]] = {(): {}}
     for path in paths:
         for depth, key in enumerate(path):
@@ -68,7 +68,7 @@ def tree_of(paths: Iterable[Path]) -> tuple[Node, ...]:
     return tuple(nodes)
 
 
-def nth_name(name: str, number: int) -> str:
+def numbered_name(name: str, number: int) -> str:
     """Return the name of one of several objects: `optim`, `optim_1`, `optim_2`."""
     return f"{name}_{number}" if number else name
 
@@ -107,7 +107,7 @@ def _are_names(param_names: list[object], params: object) -> bool:
 
 
 class Pickled(Protocol):
-    """A parsed pickle: the location of its tensors, and the budget for what is built from it."""
+    """A pickle that was read: it locates tensors, and limits what is built from its values."""
 
     budget: PickleBudget
 
@@ -115,11 +115,11 @@ class Pickled(Protocol):
         """Return the file with a tensor's elements, and their offset."""
 
 
-class Nested:
+class NestedState:
     """Collects the contents of files, name by name; `label` names the files in errors.
 
     A container with tensors is a node of the tree, everything else is a value. A second name of a
-    tensor is an alias. IncompatibleError names a value that a checkpoint cannot store; if the value
+    tensor is an alias. IncompatibleError names a value that a checkpoint cannot store. If the value
     is not needed, None is stored instead.
     """
 
@@ -133,21 +133,21 @@ class Nested:
         self._label = label
         self._selection = import_filter.selection
         self._needs = import_filter.needs
-        self._left_out: list[str] = []
+        self._excluded: list[str] = []
         self._first: dict[object, str] = {}
         self._has_tensors: dict[int, bool] = {}
 
-    def leaves_out(self, fqn: str) -> bool:
+    def excludes(self, fqn: str) -> bool:
         """Return True if the selection excludes a name."""
-        # Longer names are refused later; matching all names above one takes quadratic time.
+        # Longer names are refused later. They are not matched: that takes quadratic time.
         is_out = len(fqn) <= MAX_FQN_CHARS and fqn not in self._selection
         if is_out:
-            self._left_out.append(fqn)
+            self._excluded.append(fqn)
         return is_out
 
     def add(self, path: Path, value: object, pickled: Pickled) -> None:
         """Add the value at a path of the state, with all values inside it."""
-        if self.leaves_out(join_path(path)):
+        if self.excludes(join_path(path)):
             return
         with self._errors_at(path):
             chosen = self._select(join_path(path), value, pickled.budget, 0)
@@ -161,7 +161,7 @@ class Nested:
 
     @contextmanager
     def _errors_at(self, path: Path) -> Iterator[None]:
-        """Raise a ValueError as CorruptError with the path."""
+        """Raise CorruptError with the path for a ValueError."""
         try:
             yield
         except ValueError as error:
@@ -170,7 +170,7 @@ class Nested:
             ) from None
 
     def add_optimizer(self, path: Path, value: object, model: str, pickled: Pickled) -> None:
-        """Add an optimizer's state dict, by the names of its parameters in a model if it has them.
+        """Add an optimizer's state dict. If it has parameter names, use them, below `model`.
 
         Optimizers of torch have names if they were built from `named_parameters()`. Others have
         numbers: the position of a parameter in the groups, which a load uses.
@@ -180,7 +180,7 @@ class Nested:
         self.add(path, named, pickled)
 
     def add_top(self, state: Mapping[Any, object], pickled: Pickled) -> None:
-        """Add a whole state, whose dict is the top, even if it has no tensor."""
+        """Add the whole state: a dict, whose keys are the components."""
         with self._errors_at(()):
             chosen = self._select("", state, pickled.budget, 0)
             has_tensors = _contains_tensors(chosen, {}, 0)
@@ -190,12 +190,12 @@ class Nested:
         assert isinstance(chosen, Mapping)
         for key, value in chosen.items():
             if type(key) not in (str, int):
-                raise self._naming_error("", f"a dict with {_key(key)}")
+                raise self._naming_error("", f"a dict with {_describe_key(key)}")
             self._add_chosen((key,), value, pickled)
 
     def add_tensor(self, path: Path, tensor: ForeignTensor, pickled: Pickled | None = None) -> None:
-        """Add a tensor whose parts are in files. With `pickled`, charge its budget for the name."""
-        if not self.leaves_out(tensor.fqn):
+        """Add a tensor whose parts are in files. With `pickled`, its budget pays for the name."""
+        if not self.excludes(tensor.fqn):
             self._reserve(path)
             self.tensors[tensor.fqn] = tensor
             if pickled is not None:
@@ -205,7 +205,7 @@ class Nested:
     def add_alias(self, path: Path, other: str) -> None:
         """Add another name of an added tensor. ValueError if that tensor was excluded."""
         fqn = join_path(path)
-        if self.leaves_out(fqn):
+        if self.excludes(fqn):
             return
         if other not in self.tensors:
             why = f"{fqn} is tied to {other}, which is excluded: exclude both of them, or neither"
@@ -213,10 +213,10 @@ class Nested:
         self._reserve(path)
         self._aliases[fqn] = other
 
-    def add_of_rank(self, path: Path, rank: int, value: object, pickled: Pickled) -> None:
+    def add_rank_value(self, path: Path, rank: int, value: object, pickled: Pickled) -> None:
         """Add one rank's value of plain data, without tensors."""
         fqn = join_path(path)
-        if self.leaves_out(fqn):
+        if self.excludes(fqn):
             return
         if fqn not in self.per_rank:
             self._reserve(path)
@@ -224,24 +224,24 @@ class Nested:
         self.per_rank.setdefault(fqn, {})[rank] = plain
 
     def state(self, step: object = None) -> ForeignState:
-        """Return the state, with a step if it is one that a checkpoint can have.
+        """Return all that was added, with the step if a checkpoint can have it.
 
         ValueError for an exclude pattern that matched no name.
         """
         valid_step = step if type(step) is int and 0 <= step <= MAX_STEP else None
-        if problems := self._selection.unmatched(self._left_out):
+        if problems := self._selection.unmatched(self._excluded):
             raise ValueError("; ".join(problems))
         has_values = any(value not in ({}, []) for value in self._values.values())
         has_contents = self.tensors or self.per_rank or self._nodes or has_values
         if not (has_contents or self._selection.is_everything):
             raise ValueError(f"{self._selection} leaves nothing: give other patterns")
-        above = () if () in self._paths.values() else tree_of(self._paths.values())
+        above = () if () in self._paths.values() else build_tree(self._paths.values())
         tree = (*above, *self._nodes)
         # Two entries can have one name, such as "a.b" and "b" in "a".
         names, nodes = set[str](), (node.fqn for node in tree)
         for fqn in chain(nodes, self.tensors, self._aliases, self._values, self.per_rank):
             if fqn in names:
-                raise self._naming_error(fqn, _TWO_THINGS)
+                raise self._naming_error(fqn, _USED_TWICE)
             names.add(fqn)
         tensors = [*self.tensors.values()]
         return ForeignState(
@@ -252,9 +252,9 @@ class Nested:
         """Record a path. IncompatibleError if its name is invalid, or already used."""
         fqn = join_path(path)
         if fqn in self._paths:
-            raise self._naming_error(fqn, _TWO_THINGS)
+            raise self._naming_error(fqn, _USED_TWICE)
         if path:
-            self._check_text(fqn, join_path(path[:-1]))
+            self._check_name(fqn, join_path(path[:-1]))
         self._paths[fqn] = path
 
     def _select(self, fqn: str, value: object, budget: PickleBudget, depth: int) -> object:
@@ -264,7 +264,7 @@ class Nested:
         _check_depth(depth)
         names = {key: child_name(fqn, key) for key in value}
         budget.spend(sum(_NAME_COST + len(name) for name in names.values()))
-        chosen = [key for key, name in names.items() if not self.leaves_out(name)]
+        chosen = [key for key, name in names.items() if not self.excludes(name)]
         items = ((key, self._select(names[key], value[key], budget, depth + 1)) for key in chosen)
         return create_container(kind_of(value) or "dict", items)
 
@@ -282,14 +282,14 @@ class Nested:
         if kind is None or entries is None:
             raise self._naming_error(fqn, f"a {type(value).__name__} that contains tensors")
         if strange := [key for key in entries if type(key) not in (str, int)]:
-            raise self._naming_error(fqn, f"a container with {_key(strange[0])}")
+            raise self._naming_error(fqn, f"a container with {_describe_key(strange[0])}")
         self._nodes.append(Node(fqn, kind, tuple(entries)))
-        part_of = part_of or ("" if isinstance(value, Mapping) else fqn)  # see `_unknown_in`
+        part_of = part_of or ("" if isinstance(value, Mapping) else fqn)  # see `_find_unknown`
         for key, child in entries.items():
             name = child_name(fqn, key)
-            self._check_text(name, fqn)
+            self._check_name(name, fqn)
             if name in self.tensors or name in self._values or name in self._aliases:
-                raise self._naming_error(name, _TWO_THINGS)
+                raise self._naming_error(name, _USED_TWICE)
             self._add(name, child, pickled, depth + 1, part_of)
 
     def _add_tensor(self, fqn: str, view: TensorView, pickled: Pickled) -> None:
@@ -306,8 +306,8 @@ class Nested:
     def _plain(self, fqn: str, value: object, budget: PickleBudget, part_of: str = "") -> object:
         """Return a value as it is stored; None if it cannot be stored and is not needed."""
         try:
-            if (unknown := _unknown_in(value, fqn, part_of, set(), 0)) is not None:
-                # An optimizer cannot be used without its groups: exclude all of it.
+            if (unknown := _find_unknown(value, fqn, part_of, set(), 0)) is not None:
+                # An optimizer is useless without its groups: the remedy excludes all of it.
                 whole = excluded_names(unknown[0].partition(".param_groups")[0])
                 remedy = f"leave it out ({whole}), or save it again without that"
                 raise IncompatibleError(f"{unknown[0]} {unknown[1]}; {remedy}")
@@ -319,7 +319,7 @@ class Nested:
             raise IncompatibleError(f"{self._label}: {error}") from None
         return finished
 
-    def _check_text(self, fqn: str, above: str) -> None:
+    def _check_name(self, fqn: str, above: str) -> None:
         if len(fqn) > MAX_FQN_CHARS or not is_text(fqn) or not fqn.removeprefix(f"{above}."):
             raise self._naming_error(fqn[:100] or "''", "an empty, too long or invalid name")
 
@@ -330,13 +330,13 @@ class Nested:
         )
 
 
-def _unknown_in(
+def _find_unknown(
     value: object, fqn: str, part_of: str, visited: set[int], depth: int
 ) -> tuple[str, UnknownObject] | None:
     """Return the first unknown object in a value, and the name by which it can be excluded.
 
-    The name is `part_of` inside a list or similar: its parts cannot be excluded. Each container is
-    visited once; `visited` has their ids.
+    Parts of a list cannot be excluded. In one, the name is `part_of`: that of the outermost list.
+    Each container is visited once; `visited` has their ids.
     """
     _check_depth(depth)
     if isinstance(value, NumpyArray) and value.value is None:
@@ -353,13 +353,13 @@ def _unknown_in(
         inner = ((child_name(fqn, key), child) for key, child in value.items())
     else:
         part_of = part_of or fqn
-        members = value if isinstance(value, set | frozenset) else _inner(value)
+        members = value if isinstance(value, set | frozenset) else _children(value)
         inner = ((fqn, child) for child in members)
-    unknowns = (_unknown_in(child, name, part_of, visited, depth + 1) for name, child in inner)
+    unknowns = (_find_unknown(child, name, part_of, visited, depth + 1) for name, child in inner)
     return next((entry for entry in unknowns if entry is not None), None)
 
 
-def _key(key: object) -> str:
+def _describe_key(key: object) -> str:
     return key.name if isinstance(key, UnknownObject) else f"keys of {type(key).__name__}"
 
 
@@ -368,7 +368,7 @@ def _check_depth(depth: int) -> None:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels, or contains itself")
 
 
-def _inner(value: object) -> Iterable[object]:
+def _children(value: object) -> Iterable[object]:
     if isinstance(value, Mapping):
         return value.values()
     return value if type(value) in (list, tuple) or hasattr(value, "maxlen") else ()  # type: ignore[return-value]
@@ -381,14 +381,14 @@ def _contains_tensors(value: object, results: dict[int, bool], depth: int) -> bo
     if id(value) not in results:
         _check_depth(depth)
         results[id(value)] = False
-        results[id(value)] = any(_contains_tensors(v, results, depth + 1) for v in _inner(value))
+        results[id(value)] = any(_contains_tensors(v, results, depth + 1) for v in _children(value))
     return results[id(value)]
 
 
 def _resolve_arrays(value: Any, budget: PickleBudget, depth: int) -> object:
-    """Return a value with arrays in place of their placeholders."""
+    """Return a value with an `ArrayValue` in place of each `NumpyArray`."""
     _check_depth(depth)
-    budget.spend(8 + _nbytes(value))
+    budget.spend(8 + _stored_nbytes(value))
     if isinstance(value, NumpyArray):
         if value.value is None:
             raise ValueError("an array without its data")
@@ -404,17 +404,17 @@ def _resolve_arrays(value: Any, budget: PickleBudget, depth: int) -> object:
     )
 
 
-def _nbytes(value: object) -> int:
-    """Return the approximate stored size of a value, without the contents of a container.
+def _stored_nbytes(value: object) -> int:
+    """Return the approximate stored size of a value, without the items of a container.
 
-    A value is stored once per reference, and a stream repeats a reference in two bytes.
+    A value is stored again for each reference, but a stream repeats a reference in two bytes.
     """
     if isinstance(value, int):
         return value.bit_length() // 8
     if isinstance(value, Mapping | set | frozenset):  # keys and members are not containers
-        return sum(8 + _nbytes(item) for item in value)
+        return sum(8 + _stored_nbytes(item) for item in value)
     if isinstance(value, range):
-        return sum(map(_nbytes, (value.start, value.stop, value.step)))
+        return sum(map(_stored_nbytes, (value.start, value.stop, value.step)))
     if isinstance(value, Device | NumpyScalar):
         return len(value.name if isinstance(value, Device) else value.data)
     text = str(value) if isinstance(value, PurePath) else value

@@ -2,10 +2,10 @@
 
 This interprets the opcodes that Python writes for plain data. A name in the stream is only a key of
 the caller's table. The table has values, and `PlaceholderFactory` functions that make plain data or
-inert placeholders. Any other name becomes an `UnknownObject`. Nothing is imported, no method of a
-built object is looked up, and the size of the stream bounds time and memory.
+inert placeholders. Any other name is an error, or becomes an `UnknownObject`. Nothing is imported,
+and no method that the stream names is called. The size of the stream bounds time and memory.
 
-`pickletools.genops` does not parse the opcodes here. It reads lines and decimals of any length,
+`pickletools.genops` does not parse the opcodes here: it reads lines and decimals of any length,
 undoes escapes in names with a DeprecationWarning, and accepts text that is not UTF-8.
 """
 
@@ -19,18 +19,18 @@ from typing import Any
 
 from dist_ckpt.errors import CorruptError, IncompatibleError
 
-# Two bytes repeat a reference to a list or dict. So limit the objects built from a stream to this
-# multiple of its size.
-_MOST_TIMES = 64
+# Two bytes of a stream repeat a list or dict of any size. So the objects built from a stream may
+# cost at most this multiple of its size, and `_FREE_NBYTES` more.
+_MAX_EXPANSION = 64
 _FREE_NBYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlaceholderFactory:
-    """The function of dist_ckpt that is called for a name in a stream.
+    """A function of dist_ckpt, which is called for a name in a stream.
 
-    What it makes can have a method `set_state`, which gets the state of the object later. It raises
-    ValueError or TypeError for an invalid state.
+    Its result may have a method `set_state`, which is called with the object's state, if the stream
+    has one. Both raise ValueError or TypeError for invalid arguments.
     """
 
     name: str
@@ -51,8 +51,8 @@ class PickledRecord:
         self.fields = state
 
 
-def record_maker(name: str, cls: type[PickledRecord] = PickledRecord) -> PlaceholderFactory:
-    """Return a placeholder of a class: it makes records, which get their fields later."""
+def record_factory(name: str, cls: type[PickledRecord] = PickledRecord) -> PlaceholderFactory:
+    """Return the factory for instances of a class: records, which get their fields later."""
 
     def make(*args: object) -> PickledRecord:
         if args:
@@ -76,7 +76,7 @@ class PickleBudget:
     """The remaining cost of building objects from a stream. ValueError when it is spent."""
 
     def __init__(self, nbytes: int) -> None:
-        self._left = _MOST_TIMES * nbytes + _FREE_NBYTES
+        self._left = _MAX_EXPANSION * nbytes + _FREE_NBYTES
 
     def spend(self, count: int) -> None:
         """Subtract a cost."""
@@ -101,11 +101,11 @@ def quote(value: object) -> str:
 
 _CALL_COST = 16
 
-# Types of keys and members. For other types a file could choose the hashes.
-_HASHED = (str, int, bool, bytes, type(None))
+# The types of keys of a dict and members of a set. A file could choose the hashes of other types.
+_HASHABLE_TYPES = (str, int, bool, bytes, type(None))
 
-# A few bytes of the stream can compare two equal long texts in full, or join the parts of a name
-# again. So long texts cost their length, and names have a limit.
+# A few bytes of the stream can make Python compare two long texts, or join a long name. So a long
+# text costs its length each time, and names have a limit.
 _LONG_TEXT_CHARS = 1 << 12
 _MAX_NAME_CHARS = 1000
 
@@ -136,12 +136,12 @@ def read(
 
 
 class _UnknownNameError(Exception):
-    """A name in a stream that is not in the table. Its argument is the `UnknownObject`."""
+    """A name in a stream that is not in the table. The argument is the `UnknownObject`."""
 
 
 @dataclass(slots=True)
 class _Machine:
-    """One stream being read: its stack, the stacks below its marks, and its memo."""
+    """The pickle machine for one stream: its stack, the stacks below its marks, and its memo."""
 
     data: bytes
     table: Mapping[str, object]
@@ -192,7 +192,7 @@ class _Machine:
         lengths = (len(item) for item in items if isinstance(item, str | bytes))
         self.budget.spend(len(items) + sum(n for n in lengths if n > _LONG_TEXT_CHARS))
 
-    # --- the steps --------------------------------------------------------------------------
+    # --- what the opcodes do ------------------------------------------------------------------
 
     def push(self, value: object) -> None:
         self.stack.append(value)
@@ -238,13 +238,13 @@ class _Machine:
             raise TypeError("keys for a value that is not a dict")
         self._spend_on(items[::2])
         for key, value in zip(items[::2], items[1::2], strict=True):
-            target[self._hashable(key)] = value
+            target[self._hashable_key(key)] = value
 
-    def _hashable(self, key: object) -> object:
-        """Return a key of a dict, or with `keep_unknown` an `UnknownObject` for a bad key."""
+    def _hashable_key(self, key: object) -> object:
+        """Return the key. With `keep_unknown`, return an `UnknownObject` for a bad key."""
         if not self.keep_unknown:
-            _check_hashed(key)
-        elif not _is_hashed(key):
+            _check_hashable(key)
+        elif not _is_hashable(key):
             return UnknownObject(f"the key {quote(key)}")
         return key
 
@@ -259,12 +259,12 @@ class _Machine:
         if type(target) is not set:
             raise TypeError("members for a value that is not a set")
         self._spend_on(items)
-        target.update(members(items))
+        target.update(check_members(items))
 
     def frozen_set(self) -> None:
         items = self.pop_to_mark()
         self._spend_on(items)
-        self.push(frozenset(members(items)))
+        self.push(frozenset(check_members(items)))
 
     def stack_name(self) -> None:
         name = self.stack.pop()
@@ -294,7 +294,7 @@ class _Machine:
         args = self.stack.pop()
         maker = self.stack.pop()
         self.budget.spend(_CALL_COST * len(args) if type(args) is tuple else 0)
-        if type(args) is tuple and (unknown := _first_unknown((maker, *args))) is not None:
+        if type(args) is tuple and (unknown := _find_unknown((maker, *args))) is not None:
             self.push(UnknownObject(unknown.name))
             return
         if type(maker) is not PlaceholderFactory or type(args) is not tuple:
@@ -309,7 +309,7 @@ class _Machine:
         state = self.stack.pop()
         target = self.stack[-1]
         if type(target) in (OrderedDict, UnknownObject):
-            return  # its attributes, such as the versions of modules, are dropped
+            return  # drop its attributes, such as the versions of modules
         set_state = getattr(type(target), "set_state", None)
         if set_state is None:
             raise TypeError(f"a state for {quote(target)}")
@@ -320,7 +320,7 @@ class _Machine:
             raise TypeError("a persistent id where none is allowed")
         identity = self.stack.pop()
         parts = identity if type(identity) is tuple else ()
-        self.push(_first_unknown(parts) or self.resolve(identity))
+        self.push(_find_unknown(parts) or self.resolve(identity))
 
     def put(self, nbytes: int) -> None:
         self.memo[self.number(nbytes)] = self.stack[-1]
@@ -332,27 +332,27 @@ class _Machine:
         self.push(self.memo[self.number(nbytes)])
 
 
-def members(items: object) -> Iterator[object]:
-    """Yield the members of a list or tuple if a set or dict may have them. Raises TypeError."""
+def check_members(items: object) -> Iterator[object]:
+    """Yield the members of a list or tuple. TypeError for one that no set or dict may have."""
     if not isinstance(items, list | tuple):
         raise TypeError(f"members that are {quote(items)}")
     for item in items:
-        _check_hashed(item)
+        _check_hashable(item)
         yield item
 
 
-def _first_unknown(parts: tuple[object, ...]) -> UnknownObject | None:
+def _find_unknown(parts: tuple[object, ...]) -> UnknownObject | None:
     return next((part for part in parts if isinstance(part, UnknownObject)), None)
 
 
-def _is_hashed(key: object) -> bool:
+def _is_hashable(key: object) -> bool:
     if type(key) is int:
         return key.bit_length() <= 64
-    return type(key) in _HASHED or isinstance(key, PickledRecord | UnknownObject)
+    return type(key) in _HASHABLE_TYPES or isinstance(key, PickledRecord | UnknownObject)
 
 
-def _check_hashed(key: object) -> None:
-    if not _is_hashed(key):
+def _check_hashable(key: object) -> None:
+    if not _is_hashable(key):
         raise TypeError(f"the key {quote(key)}: only text and numbers of 64 bits are read")
 
 

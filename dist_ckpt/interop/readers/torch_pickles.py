@@ -1,4 +1,4 @@
-"""The names in pickles of torch.save, with their placeholders; torch is not needed."""
+"""The names that a pickle of torch.save may have, and what is made for each, without torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -22,12 +23,12 @@ from dist_ckpt.core.format.objects.plain_types import (
     Size,
 )
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.interop.readers.restricted_pickle import PlaceholderFactory, members, quote
+from dist_ckpt.interop.readers.restricted_pickle import PlaceholderFactory, check_members, quote
 
 _MAX_NDIM = 64
 _MAX_KEY_CHARS = 1 << 16
 
-# The classes of typed storages, which torch still writes.
+# The dtype of each typed storage: torch still writes these classes.
 STORAGES = {
     "Double": "float64",
     "Float": "float32",
@@ -82,8 +83,8 @@ class TensorView:
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
 
 
-def storage_of(identity: object) -> object:
-    """Return the storage of a persistent id of torch.save."""
+def resolve_storage(identity: object) -> object:
+    """Return the storage that a persistent id of torch.save names."""
     match identity:
         case ("storage", DTypeValue(name), str(key), _, int()):
             return StorageRef(key, name)
@@ -92,27 +93,27 @@ def storage_of(identity: object) -> object:
     raise TypeError("a persistent id that is not a storage")
 
 
-def _tensor(
+def _make_tensor(
     storage: object, start: object, shape: object, strides: object, *rest: object
 ) -> TensorView:
-    """`_rebuild_tensor_v2`: the rest is requires_grad, hooks and metadata."""
+    """`_rebuild_tensor_v2`. The rest is requires_grad, hooks and metadata."""
     if not isinstance(storage, StorageRef) or storage.dtype is None:
         raise TypeError("a tensor without a storage")
-    return _view(storage, storage.dtype, start, shape, strides, *rest[2:])
+    return _make_view(storage, storage.dtype, start, shape, strides, *rest[2:])
 
 
-def _tensor_of_dtype(
+def _make_tensor_of_dtype(
     storage: object, start: object, shape: object, strides: object, *rest: object
 ) -> TensorView:
-    """`_rebuild_tensor_v3`: of an untyped storage; a dtype comes before the metadata."""
+    """`_rebuild_tensor_v3`, of an untyped storage. The rest is as above, with the dtype third."""
     if not isinstance(storage, StorageRef) or len(rest) < 3:
         raise TypeError("a tensor without a storage")
     if not isinstance(rest[2], DTypeValue):
         raise TypeError("a tensor without a dtype")
-    return _view(storage, rest[2].name, start, shape, strides, *rest[3:])
+    return _make_view(storage, rest[2].name, start, shape, strides, *rest[3:])
 
 
-def _view(
+def _make_view(
     storage: StorageRef, dtype: str, start: object, shape: object, strides: object, *rest: object
 ) -> TensorView:
     if any(rest):
@@ -120,13 +121,13 @@ def _view(
             "a tensor is a conjugate or negative view: save it again after resolve_conj() and "
             "resolve_neg()"
         )
-    sizes, steps = _sizes(shape), _sizes(strides)
+    sizes, steps = _check_sizes(shape), _check_sizes(strides)
     if type(start) is not int or start < 0 or len(sizes) != len(steps):
         raise TypeError("a tensor without a location")
     return TensorView(storage, dtype, start, sizes, steps)
 
 
-def _sizes(value: object) -> Shape:
+def _check_sizes(value: object) -> Shape:
     value = value.shape if isinstance(value, Size) else value
     if not isinstance(value, tuple | list) or len(value) > _MAX_NDIM:
         raise TypeError("invalid sizes")
@@ -136,100 +137,96 @@ def _sizes(value: object) -> Shape:
     return tuple(value)
 
 
-def _parameter(tensor: object, *_: object) -> TensorView:
+def _make_parameter(tensor: object, *_: object) -> TensorView:
     if not isinstance(tensor, TensorView):
         raise TypeError("a parameter without a tensor")
     return tensor
 
 
-def _tensor_of_class(function: object, cls: object, args: object, _: object) -> object:
-    """`_rebuild_from_type_v2`: a tensor with attributes, which are dropped."""
+def _make_tensor_of_class(function: object, cls: object, args: object, _: object) -> object:
+    """`_rebuild_from_type_v2`, a tensor with attributes. They are dropped."""
     if (
         cls not in _TENSOR_CLASSES
         or not isinstance(function, PlaceholderFactory)
         or type(args) is not tuple
     ):
         raise TypeError("a tensor of another class")
-    if function.make is _tensor_of_class:  # again and again: as deep as a file likes
+    if function.make is _make_tensor_of_class:  # a file could nest them without limit
         raise TypeError("a tensor of a class within another")
-    return _parameter(function.make(*args))
+    return _make_parameter(function.make(*args))
 
 
-def _device(kind: object, index: object = None) -> Device:
+def _make_device(kind: object, index: object = None) -> Device:
     if type(kind) is not str or type(index) not in (int, type(None)):
         raise TypeError("an invalid device")
     return Device(kind if index is None else f"{kind}:{index}")
 
 
-def _encode(text: object, encoding: object = "latin1") -> bytes:
+def _encode_latin1(text: object, encoding: object = "latin1") -> bytes:
     """Return the bytes that protocol 2 wrote as text."""
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
         raise TypeError("bytes in an encoding other than latin1")
     return text.encode("latin-1")
 
 
-def _list(items: object = ()) -> list[object]:
+def _make_list(items: object = ()) -> list[object]:
     if not isinstance(items, list | tuple):
         raise TypeError("invalid items")
     return list(items)
 
 
-def _ordered_dict(pairs: object = ()) -> OrderedDict[Any, object]:
+def _make_ordered_dict(pairs: object = ()) -> OrderedDict[Any, object]:
     if not isinstance(pairs, list | tuple) or not all(
         isinstance(pair, list | tuple) and len(pair) == 2 for pair in pairs
     ):
         raise TypeError("invalid pairs")
     if any(type(key) in (str, bytes) and len(key) > _MAX_KEY_CHARS for key, _ in pairs):
-        raise TypeError("a long key")  # compared whole, again and again
-    list(members([key for key, _ in pairs]))
+        raise TypeError("a long key")  # each comparison of two keys takes their length
+    list(check_members([key for key, _ in pairs]))
     return OrderedDict((key, value) for key, value in pairs)
 
 
-def _counter(counts: object = None) -> Counter[Any]:
+def _make_counter(counts: object = None) -> Counter[Any]:
     if type(counts) is not dict or not all(type(n) is int for n in counts.values()):
         raise TypeError("invalid counts")
     return Counter(counts)
 
 
-def _defaultdict(factory: object = None) -> defaultdict[Any, object]:
+def _make_defaultdict(factory: object = None) -> defaultdict[Any, object]:
     name = factory.name if isinstance(factory, PlaceholderFactory) else "None"
     if name not in FACTORIES or (factory is not None and name == "None"):
         raise TypeError("a defaultdict whose factory is not a builtin type")
     return defaultdict(FACTORIES[name])
 
 
-def _deque(items: object = (), most: object = None) -> deque[object]:
+def _make_deque(items: object = (), most: object = None) -> deque[object]:
     if type(most) not in (int, type(None)) or not isinstance(items, list | tuple):
         raise TypeError("an invalid deque")
     return deque(items, most if isinstance(most, int) else None)
 
 
-def _complex(real: object, imaginary: object) -> complex:
+def _make_complex(real: object, imaginary: object) -> complex:
     if type(real) is not float or type(imaginary) is not float:
         raise TypeError("an invalid complex number")
     return complex(real, imaginary)
 
 
-def _path(cls: type[pathlib.PurePath]) -> PlaceholderFactory:
-    def make(*parts: object) -> pathlib.PurePath:
-        if not all(type(part) is str for part in parts):
-            raise TypeError("an invalid path")
-        return cls(*parts)  # type: ignore[arg-type]
-
-    return PlaceholderFactory(cls.__name__, make)
+def _make_path(cls: type[pathlib.PurePath], *parts: object) -> pathlib.PurePath:
+    if not all(type(part) is str for part in parts):
+        raise TypeError("an invalid path")
+    return cls(*parts)  # type: ignore[arg-type]
 
 
-def _time(cls: type[datetime.datetime] | type[datetime.date]) -> PlaceholderFactory:
-    def make(packed: object, *_: object) -> object:
-        packed = packed.encode("latin-1") if type(packed) is str else packed
-        if type(packed) is not bytes or _:
-            raise TypeError("an invalid time, or one with a time zone: save it as text")
-        return cls(packed)  # type: ignore[arg-type,call-arg]
+def _make_time(
+    cls: type[datetime.datetime] | type[datetime.date], packed: object, *zone: object
+) -> object:
+    packed = packed.encode("latin-1") if type(packed) is str else packed
+    if type(packed) is not bytes or zone:
+        raise TypeError("an invalid time, or one with a time zone: save it as text")
+    return cls(packed)  # type: ignore[arg-type,call-arg]
 
-    return PlaceholderFactory(cls.__name__, make)
 
-
-def _refuse(*_: object) -> object:
+def _refuse_call(*_: object) -> object:
     raise TypeError("a call of a type")
 
 
@@ -254,8 +251,8 @@ class _NumpyDType:
         self.code = f"{order}{self._name}"
 
 
-# The numpy codes of dtypes that are stored as tensors.
-_OF_NUMPY = {
+# The dtypes that are stored as tensors, by numpy's code without the byte order.
+_NUMPY_DTYPES = {
     **{f"i{n}": f"int{n * 8}" for n in (1, 2, 4, 8)},
     **{f"u{n}": f"uint{n * 8}" for n in (1, 2, 4, 8)},
     **{f"f{n}": f"float{n * 8}" for n in (2, 4, 8)},
@@ -274,7 +271,7 @@ class NumpyArray:
         """Set the shape, the dtype and the bytes; `value` stays None for unsupported arrays."""
         match state:
             case (int(), shape, _NumpyDType() as dtype, False, bytes(data)):
-                name, sizes = _OF_NUMPY.get(dtype.code[1:]), _sizes(shape)
+                name, sizes = _NUMPY_DTYPES.get(dtype.code[1:]), _check_sizes(shape)
                 if name is None or dtype.code[0] not in "<|":
                     return
                 if prod(sizes) * DTYPES[name].itemsize != len(data):
@@ -286,7 +283,7 @@ class NumpyArray:
                 raise TypeError("an invalid numpy array")
 
 
-def _numpy_scalar(dtype: object, data: object) -> NumpyScalar:
+def _make_numpy_scalar(dtype: object, data: object) -> NumpyScalar:
     if not isinstance(dtype, _NumpyDType) or type(data) is not bytes or dtype.code[0] == ">":
         raise TypeError("an invalid numpy scalar")
     return NumpyScalar(dtype.code, data)
@@ -296,58 +293,65 @@ def _numpy_scalar(dtype: object, data: object) -> NumpyScalar:
 
 _TENSOR_CLASSES = ("torch Tensor", "torch.nn.parameter Parameter", "torch.nn.parameter Buffer")
 
-
-_BUILTINS: Mapping[str, Callable[..., object]] = {
-    "list": _list,
-    "set": lambda items=(): set(members(items)),
-    "frozenset": lambda items=(): frozenset(members(items)),
-    "complex": _complex,
-    "range": range,
-    # Only the names are used: for a defaultdict.
-    **dict.fromkeys(("dict", "int", "float", "bool", "str", "tuple"), _refuse),
-    # Protocol 2 writes the empty bytes as a call.
-    "bytes": lambda *args: _encode(None if args else ""),
-}
-_PATHS = {
+_PATHS: Mapping[str, type[pathlib.PurePath]] = {
     "PosixPath": pathlib.PurePosixPath if sys.platform == "win32" else pathlib.PosixPath,
     "WindowsPath": pathlib.PureWindowsPath,
     "PurePosixPath": pathlib.PurePosixPath,
     "PureWindowsPath": pathlib.PureWindowsPath,
 }
-_NUMPY_MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
 
-TABLE: Mapping[str, object] = {
-    **{f"torch {name}": DTypeValue(name) for name in DTYPES},
-    **{f"torch {name}Storage": DTypeValue(dtype) for name, dtype in STORAGES.items()},
-    "torch.storage UntypedStorage": "a storage",
-    **{name: name for name in _TENSOR_CLASSES},
-    "torch._utils _rebuild_tensor_v2": PlaceholderFactory("tensor", _tensor),
-    "torch._utils _rebuild_tensor_v3": PlaceholderFactory("tensor", _tensor_of_dtype),
-    "torch._utils _rebuild_parameter": PlaceholderFactory("parameter", _parameter),
-    "torch._utils _rebuild_parameter_with_state": PlaceholderFactory("parameter", _parameter),
-    "torch._tensor _rebuild_from_type_v2": PlaceholderFactory("tensor", _tensor_of_class),
-    "torch Size": PlaceholderFactory("Size", lambda sizes: Size(_sizes(sizes))),
-    "torch device": PlaceholderFactory("device", _device),
-    "collections OrderedDict": PlaceholderFactory("OrderedDict", _ordered_dict),
-    "collections Counter": PlaceholderFactory("Counter", _counter),
-    "collections defaultdict": PlaceholderFactory("defaultdict", _defaultdict),
-    "collections deque": PlaceholderFactory("deque", _deque),
-    "_codecs encode": PlaceholderFactory("encode", _encode),
-    "datetime datetime": _time(datetime.datetime),
-    "datetime date": _time(datetime.date),
+_BUILTINS: Mapping[str, Callable[..., object]] = {
+    "list": _make_list,
+    "set": lambda items=(): set(check_members(items)),
+    "frozenset": lambda items=(): frozenset(check_members(items)),
+    "complex": _make_complex,
+    "range": range,
+    # Only the names are used: for a defaultdict.
+    **dict.fromkeys(("dict", "int", "float", "bool", "str", "tuple"), _refuse_call),
+    # Protocol 2 writes the empty bytes as a call.
+    "bytes": lambda *args: _encode_latin1(None if args else ""),
+}
+
+_FUNCTIONS: Mapping[str, Callable[..., object]] = {
+    "torch._utils _rebuild_tensor_v2": _make_tensor,
+    "torch._utils _rebuild_tensor_v3": _make_tensor_of_dtype,
+    "torch._utils _rebuild_parameter": _make_parameter,
+    "torch._utils _rebuild_parameter_with_state": _make_parameter,
+    "torch._tensor _rebuild_from_type_v2": _make_tensor_of_class,
+    "torch Size": lambda sizes: Size(_check_sizes(sizes)),
+    "torch device": _make_device,
+    "collections OrderedDict": _make_ordered_dict,
+    "collections Counter": _make_counter,
+    "collections defaultdict": _make_defaultdict,
+    "collections deque": _make_deque,
+    "_codecs encode": _encode_latin1,
+    "datetime datetime": partial(_make_time, datetime.datetime),
+    "datetime date": partial(_make_time, datetime.date),
+    "__builtin__ xrange": range,
+    "numpy dtype": _NumpyDType,
     **{
-        f"{module} {name}": _path(cls)
+        f"{module} {name}": partial(_make_path, cls)
         for module in ("pathlib", "pathlib._local")
         for name, cls in _PATHS.items()
     },
     **{
-        f"{module} {name}": PlaceholderFactory(name, make)
+        f"{module} {name}": make
         for module in ("builtins", "__builtin__")
         for name, make in _BUILTINS.items()
     },
-    "__builtin__ xrange": PlaceholderFactory("range", range),
-    "numpy dtype": PlaceholderFactory("dtype", _NumpyDType),
+    **{
+        f"{module} {name}": make
+        for module in ("numpy.core.multiarray", "numpy._core.multiarray")
+        for name, make in (("scalar", _make_numpy_scalar), ("_reconstruct", NumpyArray))
+    },
+}
+
+# The value or function for each name in a pickle of torch.save.
+TORCH_NAMES: Mapping[str, object] = {
+    **{f"torch {name}": DTypeValue(name) for name in DTYPES},
+    **{f"torch {name}Storage": DTypeValue(dtype) for name, dtype in STORAGES.items()},
+    "torch.storage UntypedStorage": "a storage",
+    **{name: name for name in _TENSOR_CLASSES},
     "numpy ndarray": "an array",
-    **{f"{m} scalar": PlaceholderFactory("scalar", _numpy_scalar) for m in _NUMPY_MODULES},
-    **{f"{m} _reconstruct": PlaceholderFactory("_reconstruct", NumpyArray) for m in _NUMPY_MODULES},
+    **{name: PlaceholderFactory(name.split()[1], make) for name, make in _FUNCTIONS.items()},
 }

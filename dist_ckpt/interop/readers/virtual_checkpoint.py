@@ -1,7 +1,7 @@
-"""Virtual checkpoints: only the documents are built, the tensors stay in another system's files.
+"""Virtual checkpoints: the index and the values are built, the tensors stay in foreign files.
 
-Such files load into any layout, and can be inspected and resharded. They have no digests
-(`Index.has_digests` is False): only sizes and names are checked.
+So files of another system load into any layout, and can be inspected and resharded. They have no
+digests (`Index.has_digests` is False): only sizes and names are checked.
 """
 
 from __future__ import annotations
@@ -30,24 +30,27 @@ from dist_ckpt.core.storage import ReadableFile, Storage, real_path
 from dist_ckpt.core.storage.virtual_files import BytesFile, ReadOnlyStorage
 from dist_ckpt.errors import CorruptError
 
-# Strided elements are read together with the gaps between them, if the total is at most `_SPARSE`
-# times the requested bytes, or at most `_READ_AT_ONCE` bytes.
-_SPARSE = 8
-_READ_AT_ONCE = 8 << 20
+# One read covers strided elements and the gaps between them, up to this multiple of their size, or
+# up to `_MAX_DENSE_READ_NBYTES`.
+_MAX_SPARSENESS = 8
+_MAX_DENSE_READ_NBYTES = 8 << 20
 
-# Unsigned integers of each size, as a memoryview has them.
-_WORDS: Mapping[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
+# The format codes of `memoryview` for unsigned integers, by size.
+_WORD_CODES: Mapping[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 # The component of tensors that are themselves at the top of the state.
-LOOSE = "state"
+TOP_LEVEL_COMPONENT = "state"
+
+# The component of a file with the tensors of a model and nothing else: `{"model": ...}`.
+MODEL = "model"
 
 
 @dataclass(frozen=True, slots=True)
 class ForeignChunk:
     """A cell of a tensor, little-endian in a file, from byte `start` on.
 
-    It is stored row-major. With `strides`, a box is copied into row-major order when it is read,
-    in memory as a whole.
+    It is row-major, unless it has `strides`. Then a read copies the whole cell into row-major
+    order, in memory.
     """
 
     cell: Cell
@@ -70,8 +73,8 @@ class ForeignTensor:
 class ForeignState:
     """The state in the files of another system; `tree` has the containers, as in an objects file.
 
-    `values` are plain data by name, and `metadata` is the files' own. `aliases` maps each further
-    name of a tensor to its first. `per_rank` has values by name and rank; `step` is the files' own.
+    `values` are plain data by name. `aliases` maps the other names of a tied tensor to the first.
+    `per_rank` has values by name and rank. `metadata` and `step` are those in the files.
     """
 
     tensors: Sequence[ForeignTensor]
@@ -83,17 +86,21 @@ class ForeignState:
     step: int | None = None
 
 
-def checkpoint_of(storage: Storage, path: str, state: ForeignState, label: str) -> ReadOnlyStorage:
+def build_virtual_checkpoint(
+    storage: Storage, path: str, state: ForeignState, label: str
+) -> ReadOnlyStorage:
     """Return a storage that presents the state as a checkpoint at `path`.
 
     `storage` has the files that the chunks name; each is opened when it is read. `label` describes
     the format in messages. CorruptError if the chunks of a tensor overlap or leave gaps.
     """
-    by_file = _by_file(state.tensors)
+    by_file = _group_by_file(state.tensors)
     last_rank = max((rank for values in state.per_rank.values() for rank in values), default=0)
     names = [*sorted(by_file), *(_NO_FILE for _ in range(len(by_file), last_rank + 1))]
     try:
-        inventories = [_inventory(state, by_file.get(n, []), rank) for rank, n in enumerate(names)]
+        inventories = [
+            _build_inventory(state, by_file.get(name, []), rank) for rank, name in enumerate(names)
+        ]
         plan = plan_save([(entry, (rank,)) for rank, entry in enumerate(inventories)], len(names))
     except ValueError as error:
         raise CorruptError(f"{path}: the files do not form one state: {error}") from None
@@ -110,7 +117,7 @@ def checkpoint_of(storage: Storage, path: str, state: ForeignState, label: str) 
             files[file.name] = partial(_VirtualFile, storage, name, header, segments)
             digest = document_digest(header)
             written.append(FileReceipt(file.name, file.nbytes, file.header.nbytes, digest))
-        for document, data in _documents_of(rank, state, plan.tree).items():
+        for document, data in _encode_objects(rank, state, plan.tree).items():
             documents[document] = data
             written.append(FileReceipt(document, len(data), 0, document_digest(data)))
         receipts.append(Receipt(tuple(written), (), 0.0))
@@ -138,7 +145,7 @@ _NO_FILE = ""
 _TensorsInFile = list[tuple[ForeignTensor, tuple[Cell, ...]]]
 
 
-def _documents_of(rank: int, state: ForeignState, tree: tuple[Node, ...]) -> dict[str, bytes]:
+def _encode_objects(rank: int, state: ForeignState, tree: tuple[Node, ...]) -> dict[str, bytes]:
     """Return the objects files of a rank, by name."""
     documents = {}
     if not rank:
@@ -153,7 +160,7 @@ def _documents_of(rank: int, state: ForeignState, tree: tuple[Node, ...]) -> dic
     return documents
 
 
-def _by_file(tensors: Sequence[ForeignTensor]) -> dict[str, _TensorsInFile]:
+def _group_by_file(tensors: Sequence[ForeignTensor]) -> dict[str, _TensorsInFile]:
     by_file: dict[str, _TensorsInFile] = {}
     for tensor in tensors:
         cells: dict[str, list[Cell]] = {}
@@ -164,7 +171,7 @@ def _by_file(tensors: Sequence[ForeignTensor]) -> dict[str, _TensorsInFile]:
     return by_file or {_NO_FILE: []}
 
 
-def _inventory(state: ForeignState, contents: _TensorsInFile, rank: int) -> Inventory:
+def _build_inventory(state: ForeignState, contents: _TensorsInFile, rank: int) -> Inventory:
     """Return the inventory of a rank that has exactly one of the files."""
     components: dict[str, int] = {}
     views: dict[View, int] = {}
@@ -173,7 +180,7 @@ def _inventory(state: ForeignState, contents: _TensorsInFile, rank: int) -> Inve
     names = {tensor.fqn for tensor, _ in contents}
     for tensor, cells in contents:
         _, *above = names_above(tensor.fqn)
-        component = next((name for name in above if name in tops), LOOSE)
+        component = next((name for name in above if name in tops), TOP_LEVEL_COMPONENT)
         number = components.setdefault(component, len(components))
         view = views.setdefault(Parts(cells), len(views))
         entries.append(TensorEntry(tensor.fqn, tensor.dtype, tensor.shape, view, number))
@@ -254,7 +261,9 @@ class _VirtualFile:
     def _read_strided(self, start: int, shape: Shape, strides: Shape, itemsize: int) -> memoryview:
         """Return the elements in row-major order, and read few bytes between distant elements."""
         spanned = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-        if spanned * itemsize <= max(_SPARSE * prod(shape) * itemsize, _READ_AT_ONCE):
+        if spanned * itemsize <= max(
+            _MAX_SPARSENESS * prod(shape) * itemsize, _MAX_DENSE_READ_NBYTES
+        ):
             elements = memoryview(bytearray(spanned * itemsize))
             count = self._inner.read_into(start, elements)
             return _in_row_major_order(elements[:count], shape, strides, itemsize)
@@ -286,7 +295,7 @@ def _in_row_major_order(
         raise CorruptError("the file ends before the tensor's elements; fetch it again")
     if not shape:
         return elements[:itemsize]
-    code = _WORDS[itemsize]
+    code = _WORD_CODES[itemsize]
     source = elements[: spanned * itemsize].cast(code)
     data = memoryview(bytearray(prod(shape) * itemsize))
     target = data.cast(code)

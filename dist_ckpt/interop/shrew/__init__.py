@@ -1,6 +1,9 @@
 """`.shrew` files, version 1 and 2.
 
 The shrew library saves a model, or a training, as one such file.
+
+- A byte of the format, and what it cannot store: `encoding.py`.
+- What an import or export reads and writes: `files.py`.
 """
 
 from __future__ import annotations

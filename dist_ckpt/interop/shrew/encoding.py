@@ -1,4 +1,4 @@
-"""Parse the bytes of a `.shrew` file, version 1 or 2, strictly, and encode the same bytes again.
+"""Parse the bytes of a `.shrew` file, version 1 or 2, strictly, and encode the same bytes.
 
     "SHRW", version: u32; everything is little-endian
     version 1: tensors
@@ -49,10 +49,7 @@ _REMEDY = "get the file again, or write it again"
 
 
 class PlainTensor(Protocol):
-    """A tensor given by its bytes: `Array`, `StoredTensor` or `FileTensor`.
-
-    Its bytes are row-major and little-endian; `dtype` is a code of the format.
-    """
+    """A tensor with row-major, little-endian bytes: `Array`, `StoredTensor` or `FileTensor`."""
 
     @property
     def dtype(self) -> str:
@@ -68,7 +65,7 @@ class PlainTensor(Protocol):
 
 
 def is_tensor(value: object) -> TypeGuard[PlainTensor]:
-    """Return True for a `PlainTensor`; False for tensors of torch and numpy, and plain data."""
+    """Return True for a `PlainTensor`. Tensors of torch and numpy have no dtype that is text."""
     return type(getattr(value, "dtype", None)) is str
 
 
@@ -92,9 +89,9 @@ class FileTensor:
 def parse(file: ReadableFile, label: str) -> dict[str, object]:
     """Return the state in a file: `{"model": {name: tensor}}`, in version 2 also the training.
 
-    Tensors are `FileTensor`s: no data is read. `label` names the file in errors, which give the
-    byte: CorruptError for a damaged file, and IncompatibleError for another version, an unknown
-    dtype, and values that a checkpoint cannot store.
+    Tensors are `FileTensor`s: no data is read. Errors have `label` and the offset of the byte:
+    CorruptError for a damaged file, and IncompatibleError for another version, an unknown dtype,
+    and values that a checkpoint cannot store.
     """
     fields = _FieldReader(file, label)
     if (magic := fields.take(4, "the magic number")) != _MAGIC:
@@ -102,7 +99,9 @@ def parse(file: ReadableFile, label: str) -> dict[str, object]:
     version = fields.unsigned(4, "the version")
     if version not in (1, 2):
         raise IncompatibleError(f"{label}, byte 4: version {version}: only 1 and 2 are supported")
-    state: dict[str, object] = {"model": _tensors(fields)} if version == 1 else _training(fields)
+    state: dict[str, object] = (
+        {"model": _read_tensors(fields)} if version == 1 else _read_training(fields)
+    )
     if left := fields.left:
         raise fields.corrupt(f"{left} bytes after the end of the contents")
     return state
@@ -110,7 +109,7 @@ def parse(file: ReadableFile, label: str) -> dict[str, object]:
 
 @dataclass
 class _FieldReader:
-    """Reads values in their order. Every error gives the byte, and the value expected there."""
+    """Reads values one after the other. An error has the offset, and the value expected there."""
 
     file: ReadableFile
     label: str
@@ -120,12 +119,12 @@ class _FieldReader:
     def left(self) -> int:
         return self.file.nbytes - self.at
 
-    def corrupt(self, fact: str, at: int | None = None) -> CorruptError:
+    def corrupt(self, why: str, at: int | None = None) -> CorruptError:
         offset = self.at if at is None else at
-        return CorruptError(f"{self.label}, byte {offset}: {fact}: {_REMEDY}")
+        return CorruptError(f"{self.label}, byte {offset}: {why}: {_REMEDY}")
 
-    def incompatible(self, fact: str, at: int) -> IncompatibleError:
-        return IncompatibleError(f"{self.label}, byte {at}: {fact}")
+    def incompatible(self, why: str, at: int) -> IncompatibleError:
+        return IncompatibleError(f"{self.label}, byte {at}: {why}")
 
     def check(self, nbytes: int, thing: str) -> None:
         if nbytes > self.left:
@@ -157,10 +156,10 @@ class _FieldReader:
         except UnicodeDecodeError as error:
             raise self.corrupt(f"{thing} is not UTF-8", at + error.start) from None
 
-    def entries(self, least: int, thing: str, read: Callable[[str], T]) -> dict[str, T]:
-        """Read a count, then that many names and values of at least `least` bytes together."""
+    def entries(self, min_nbytes: int, thing: str, read: Callable[[str], T]) -> dict[str, T]:
+        """Read a count, then as many entries: a name and a value, of at least `min_nbytes`."""
         count = self.unsigned(4, f"the number of {thing}s")
-        self.check(count * least, f"the smallest list of {count} {thing}s")
+        self.check(count * min_nbytes, f"the smallest list of {count} {thing}s")
         fields: dict[str, T] = {}
         for number in range(count):
             at = self.at
@@ -177,8 +176,8 @@ class _FieldReader:
         return fields
 
 
-def _training(fields: _FieldReader) -> dict[str, object]:
-    """Read sections in any order; missing values have the defaults of shrew's reader."""
+def _read_training(fields: _FieldReader) -> dict[str, object]:
+    """Read sections in any order. Missing values get the defaults of shrew's reader."""
     state: dict[str, object] = {"model": {}, **_TRAINING, "loss_history": []}
     seen: set[int] = set()
     while (tag := fields.unsigned(1, "the number of a section")) != _END:
@@ -189,12 +188,12 @@ def _training(fields: _FieldReader) -> dict[str, object]:
             raise fields.corrupt(f"a second {_PARTS[tag]} section", at)
         seen.add(tag)
         if tag == _MODEL:
-            state["model"] = _tensors(fields)
+            state["model"] = _read_tensors(fields)
         elif tag == _OPTIMIZER:
             state["optim"] = {
                 "type": fields.text("the type of the optimizer"),
                 "scalars": fields.entries(12, "scalar", lambda label: fields.floats(1, label)[0]),
-                "buffers": fields.entries(12, "buffer", lambda label: _buffer(fields, label)),
+                "buffers": fields.entries(12, "buffer", lambda label: _read_buffer(fields, label)),
             }
         else:
             state["epoch"] = fields.unsigned(8, "the epoch")
@@ -202,20 +201,20 @@ def _training(fields: _FieldReader) -> dict[str, object]:
             (state["best_loss"],) = fields.floats(1, "the best loss")
             count = fields.unsigned(4, "the number of losses")
             state["loss_history"] = fields.floats(count, f"a history of {count} losses")
-    # In the order of a file.
+    # In the order in which shrew writes them.
     return {name: state[name] for name in ("model", "optim", *_TRAINING) if name in state}
 
 
-def _buffer(fields: _FieldReader, label: str) -> FileTensor:
+def _read_buffer(fields: _FieldReader, label: str) -> FileTensor:
     count = fields.unsigned(8, f"the length of {label}")
     return FileTensor("float64", (count,), fields.skip(8 * count, f"{label}, of {count} numbers,"))
 
 
-def _tensors(fields: _FieldReader) -> dict[str, FileTensor]:
-    return fields.entries(17, "tensor", lambda label: _tensor(fields, label))
+def _read_tensors(fields: _FieldReader) -> dict[str, FileTensor]:
+    return fields.entries(17, "tensor", lambda label: _read_tensor(fields, label))
 
 
-def _tensor(fields: _FieldReader, label: str) -> FileTensor:
+def _read_tensor(fields: _FieldReader, label: str) -> FileTensor:
     at = fields.at
     tag = fields.unsigned(1, f"the dtype of {label}")
     if tag >= len(_DTYPES):
@@ -231,8 +230,8 @@ def _tensor(fields: _FieldReader, label: str) -> FileTensor:
     at = fields.at
     nbytes, expected = fields.unsigned(8, f"the size of {label}"), prod(shape) * dtype.itemsize
     if nbytes != expected:
-        fact = f"{label} is {dtype.name} {list(shape)}, {expected} bytes, but has {nbytes}"
-        raise fields.corrupt(fact, at)
+        why = f"{label} is {dtype.name} {list(shape)}, {expected} bytes, but has {nbytes}"
+        raise fields.corrupt(why, at)
     return FileTensor(dtype.name, shape, fields.skip(nbytes, f"the data of {label}"))
 
 
@@ -244,58 +243,58 @@ def _quote(name: str) -> str:
 
 
 def version_for(state: Mapping[str, object], version: int | None) -> int:
-    """Return the version for a state: 1 if it is only a model."""
+    """Return the version to write: `version`, or by default 1 for a state that is only a model."""
     if version is not None and (type(version) is not int or version not in (1, 2)):
         raise ValueError(f"version={version!r}: give 1 or 2, or None to choose by the state")
     return version or (2 if set(state) - {"model"} else 1)
 
 
 def encode(
-    state: Mapping[str, object], version: int, data_of: Callable[[PlainTensor], Buffer]
+    state: Mapping[str, object], version: int, read_data: Callable[[PlainTensor], Buffer]
 ) -> Iterator[Buffer]:
-    """Yield the bytes of a file, tensor by tensor; `data_of` returns the data of each.
+    """Yield the bytes of a file, tensor by tensor; `read_data` returns the data of each.
 
     Version 1 is only the model. IncompatibleError, before the first bytes, names everything that a
     `.shrew` file cannot store, with remedies.
     """
-    if problems := [*_model_problems(state), *(_problems(state) if version == 2 else ())]:
+    if problems := [*_model_problems(state), *(_training_problems(state) if version == 2 else ())]:
         raise IncompatibleError(
             f"a .shrew file of version {version} cannot store this state:"
             f"{listed(['', *problems], '; ').removeprefix(';')}"
         )
-    return _encode_parts(state, version, data_of)
+    return _encode_parts(state, version, read_data)
 
 
 def _encode_parts(
-    state: Mapping[str, object], version: int, data_of: Callable[[PlainTensor], Buffer]
+    state: Mapping[str, object], version: int, read_data: Callable[[PlainTensor], Buffer]
 ) -> Iterator[Buffer]:
-    yield _MAGIC + _u32(version) + (b"" if version == 1 else bytes([_MODEL]))
+    yield _MAGIC + _encode_u32(version) + (b"" if version == 1 else bytes([_MODEL]))
     model = _mapping(state["model"])
-    yield _u32(len(model))
+    yield _encode_u32(len(model))
     for name, tensor in model.items():
         assert is_tensor(tensor)
-        dims = b"".join(map(_u32, tensor.shape))
+        dims = b"".join(map(_encode_u32, tensor.shape))
         tag = bytes([_TAGS[tensor.dtype]])
         nbytes = tensor.nbytes.to_bytes(8, "little")
-        yield _text(name) + tag + _u32(len(tensor.shape)) + dims + nbytes
-        yield data_of(tensor)
+        yield _encode_text(name) + tag + _encode_u32(len(tensor.shape)) + dims + nbytes
+        yield read_data(tensor)
     if version == 1:
         return
     if "optim" in state:
         optimizer = _mapping(state["optim"])
         scalars, buffers = _mapping(optimizer["scalars"]), _mapping(optimizer["buffers"])
-        yield bytes([_OPTIMIZER]) + _text(str(optimizer["type"])) + _u32(len(scalars))
+        yield bytes([_OPTIMIZER]) + _encode_text(str(optimizer["type"])) + _encode_u32(len(scalars))
         for name, value in scalars.items():
-            yield _text(name) + struct.pack("<d", value)
-        yield _u32(len(buffers))
+            yield _encode_text(name) + struct.pack("<d", value)
+        yield _encode_u32(len(buffers))
         for name, tensor in buffers.items():
             assert is_tensor(tensor)
-            yield _text(name) + tensor.shape[0].to_bytes(8, "little")
-            yield data_of(tensor)
+            yield _encode_text(name) + tensor.shape[0].to_bytes(8, "little")
+            yield read_data(tensor)
     losses = state["loss_history"]
     assert isinstance(losses, list)
     numbers = struct.pack("<QQd", state["epoch"], state["global_step"], state["best_loss"])
-    yield bytes([_METADATA]) + numbers + _u32(len(losses))
+    yield bytes([_METADATA]) + numbers + _encode_u32(len(losses))
     yield struct.pack(f"<{len(losses)}d", *losses) + bytes([_END])
 
 
@@ -304,13 +303,13 @@ def _mapping(value: object) -> Mapping[str, object]:
     return value
 
 
-def _u32(number: int) -> bytes:
+def _encode_u32(number: int) -> bytes:
     return number.to_bytes(4, "little")
 
 
-def _text(text: str) -> bytes:
+def _encode_text(text: str) -> bytes:
     data = text.encode("utf-8")
-    return _u32(len(data)) + data
+    return _encode_u32(len(data)) + data
 
 
 # --- problems --------------------------------------------------------------------------------
@@ -338,7 +337,7 @@ def _model_problems(state: Mapping[str, object]) -> Iterator[str]:
             yield f"{fqn} has the shape {list(tensor.shape)}: split it, the limit is {_MAX_U32}"
 
 
-def _problems(state: Mapping[str, object]) -> Iterator[str]:
+def _training_problems(state: Mapping[str, object]) -> Iterator[str]:
     """Yield the other parts that version 2 cannot store."""
     alone = "or write version 1, which is only the model"
     for name in state:
@@ -352,18 +351,18 @@ def _problems(state: Mapping[str, object]) -> Iterator[str]:
     for name in ("epoch", "global_step"):
         number = state[name]
         if type(number) is not int or not 0 <= number <= _MAX_U64:
-            yield f"{name} is {_value(number)}: make it a whole number from 0 to {_MAX_U64}"
+            yield f"{name} is {_describe(number)}: make it a whole number from 0 to {_MAX_U64}"
     if type(state["best_loss"]) is not float:
-        yield f"best_loss is {_value(state['best_loss'])}: make it a float"
+        yield f"best_loss is {_describe(state['best_loss'])}: make it a float"
     losses = state["loss_history"]
     if type(losses) is not list or any(type(loss) is not float for loss in losses):
-        yield f"loss_history is {_value(losses)}: make it a list of floats"
+        yield f"loss_history is {_describe(losses)}: make it a list of floats"
 
 
 def _optimizer_problems(optimizer: object, alone: str) -> Iterator[str]:
     fields = {"type", "scalars", "buffers"}
     if not isinstance(optimizer, Mapping) or optimizer.keys() != fields:
-        description = _value(optimizer)
+        description = _describe(optimizer)
         if isinstance(optimizer, Mapping):
             description = f"a mapping with {listed([_quote(str(key)) for key in optimizer])}"
         yield (
@@ -379,13 +378,13 @@ def _optimizer_problems(optimizer: object, alone: str) -> Iterator[str]:
     ):
         values = optimizer[field]
         if not isinstance(values, Mapping):
-            yield f"optim.{field} is {_value(values)}: make it a mapping"
+            yield f"optim.{field} is {_describe(values)}: make it a mapping"
             continue
         for name, value in values.items():
             if problem := _name_problem(name):
                 yield f"optim.{field}.{name}: {problem}"
             elif not is_valid(value):
-                yield f"optim.{field}.{name} is {_value(value)}: make it {expected}"
+                yield f"optim.{field}.{name} is {_describe(value)}: make it {expected}"
 
 
 def _is_buffer(value: object) -> bool:
@@ -394,7 +393,7 @@ def _is_buffer(value: object) -> bool:
 
 def _name_problem(name: object) -> str | None:
     if type(name) is not str:
-        return f"{_value(name)} is not text: give a string"
+        return f"{_describe(name)} is not text: give a string"
     try:
         name.encode("utf-8")
     except UnicodeEncodeError:
@@ -402,7 +401,7 @@ def _name_problem(name: object) -> str | None:
     return None
 
 
-def _value(value: object) -> str:
+def _describe(value: object) -> str:
     if is_tensor(value):
         return f"{value.dtype} {list(value.shape)}"
     short = repr(value)

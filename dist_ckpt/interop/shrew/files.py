@@ -35,7 +35,7 @@ from dist_ckpt.interop.readers.virtual_checkpoint import (
     ForeignChunk,
     ForeignState,
     ForeignTensor,
-    checkpoint_of,
+    build_virtual_checkpoint,
 )
 from dist_ckpt.interop.shrew import encoding
 from dist_ckpt.interop.shrew.encoding import FileTensor, PlainTensor, is_tensor
@@ -57,7 +57,7 @@ def read(source: str | os.PathLike[str] | Buffer) -> dict[str, object]:
     """
     if isinstance(source, str | os.PathLike):
         with closing(LocalFile(source)) as file:
-            return _with_data(encoding.parse(file, file.path), file)
+            return _read_tensors(encoding.parse(file, file.path), file)
     try:
         data = memoryview(source).cast("B")
     except TypeError:
@@ -65,7 +65,7 @@ def read(source: str | os.PathLike[str] | Buffer) -> dict[str, object]:
             f"the source is a {type(source).__name__}: give the path of a .shrew file, or its bytes"
         ) from None
     with data, closing(BytesFile(data)) as memory:
-        return _with_data(encoding.parse(memory, "the .shrew bytes"), memory)
+        return _read_tensors(encoding.parse(memory, "the .shrew bytes"), memory)
 
 
 def write(state: Mapping[str, object], *, version: int | None = None) -> bytes:
@@ -81,7 +81,7 @@ def write(state: Mapping[str, object], *, version: int | None = None) -> bytes:
         )
     number = encoding.version_for(state, version)
     arrays = {name: _as_arrays(value, name) for name, value in state.items()}
-    return b"".join(encoding.encode(arrays, number, _data_of))
+    return b"".join(encoding.encode(arrays, number, _read_data))
 
 
 def import_file(
@@ -106,9 +106,9 @@ def plan_import_file(
 ) -> WritePlan[SaveReport]:
     """Return the plan of `import_file`. Raises the errors that it raises before it writes."""
     with closing(LocalFile(file)) as source:
-        state = _foreign_state(encoding.parse(source, source.path), source.path)
+        state = _build_foreign_state(encoding.parse(source, source.path), source.path)
         storage = UnchangedFile(open_storage(source.path)[0], source.version)
-    virtual = checkpoint_of(storage, source.path, state, "a .shrew file")
+    virtual = build_virtual_checkpoint(storage, source.path, state, "a .shrew file")
     return plan_rewrite(
         (virtual, source.path), target, even_sharding(1), max_memory=MIN_MEMORY, overwrite=overwrite
     )
@@ -152,30 +152,30 @@ def plan_export_file(
     checkpoint = open_checkpoint(source, opener=OPENER)
     path = check_new_file(file, overwrite=overwrite)
     check_outside(real_path(checkpoint.path), real_path(path))
-    state = _state_of(checkpoint, parse_selection(include, exclude))
+    state = _read_state(checkpoint, parse_selection(include, exclude))
     number = encoding.version_for(state, version)
-    nbytes = _nbytes_of(state, number)
+    nbytes = _count_nbytes(state, number)
 
     def run(progress: Progress | None) -> int:
-        tell = CopyProgress(nbytes, progress)
+        count_copied = CopyProgress(nbytes, progress)
         with checkpoint, new_file(file, overwrite=overwrite, nbytes=nbytes) as out:
-            for part in encoding.encode(state, number, _data_of):
-                tell(out.write(part))
+            for part in encoding.encode(state, number, _read_data):
+                count_copied(out.write(part))
         return nbytes
 
     return plan_file_export(path, run, nbytes)
 
 
-def _nbytes_of(state: Mapping[str, object], version: int) -> int:
-    """Return the size of the file, without reading tensors."""
+def _count_nbytes(state: Mapping[str, object], version: int) -> int:
+    """Return the size of the file. No tensor is read."""
     nbytes = 0
 
-    def none_of(tensor: PlainTensor) -> bytes:
+    def count(tensor: PlainTensor) -> bytes:
         nonlocal nbytes
         nbytes += tensor.nbytes
         return b""
 
-    parts = encoding.encode(state, version, none_of)
+    parts = encoding.encode(state, version, count)
     return sum(memoryview(part).nbytes for part in parts) + nbytes
 
 
@@ -244,7 +244,7 @@ class UnchangedFile(ForwardingStorage):
         return file
 
 
-def _foreign_state(state: Mapping[str, object], path: str) -> ForeignState:
+def _build_foreign_state(state: Mapping[str, object], path: str) -> ForeignState:
     """Return a parsed state, whose tensors are in the file at `path`, for a virtual checkpoint.
 
     A dict that contains a tensor is a container, everything else is a value.
@@ -276,7 +276,7 @@ def _contains_tensors(value: object) -> bool:
     return isinstance(value, FileTensor)
 
 
-def _with_data(state: Mapping[str, object], file: ReadableFile) -> dict[str, object]:
+def _read_tensors(state: Mapping[str, object], file: ReadableFile) -> dict[str, object]:
     """Return a state with the data of its tensors."""
     filled = dict(state)
     for name, value in state.items():
@@ -285,7 +285,7 @@ def _with_data(state: Mapping[str, object], file: ReadableFile) -> dict[str, obj
             file.read_into(value.start, data)
             filled[name] = Array(value.dtype, value.shape, data)
         elif isinstance(value, Mapping):
-            filled[name] = _with_data(value, file)
+            filled[name] = _read_tensors(value, file)
     return filled
 
 
@@ -307,13 +307,13 @@ def _as_arrays(value: object, fqn: str, *, depth: int = 1) -> object:
     return Array(plain.dtype, plain.shape, memoryview(plain.data))
 
 
-def _data_of(tensor: PlainTensor) -> Buffer:
+def _read_data(tensor: PlainTensor) -> Buffer:
     array = tensor[...] if isinstance(tensor, StoredTensor) else tensor
     assert isinstance(array, Array)
     return array.data
 
 
-def _state_of(checkpoint: Checkpoint, selection: Selection) -> dict[str, object]:
+def _read_state(checkpoint: Checkpoint, selection: Selection) -> dict[str, object]:
     """Return the selected state in the form that `encode` accepts.
 
     The names of the model's tensors are flat. Other values have their full names, so that `encode`

@@ -1,4 +1,8 @@
-"""Files of torch.save: read and export."""
+"""Files of torch.save: read and export.
+
+- The zip archive and its records: `read.py`. Names in its pickle: `interop/readers/`.
+- What an export writes, and which values need `weights_only=False`: `export.py`.
+"""
 
 from __future__ import annotations
 

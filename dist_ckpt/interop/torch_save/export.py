@@ -35,8 +35,8 @@ from dist_ckpt.core.state.tree.containers import RECORD, create_container, is_ma
 from dist_ckpt.core.storage import real_path
 from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import CorruptError, IncompatibleError, listed
-from dist_ckpt.interop.dcp.flat_state_dict import models_of, relative_params
-from dist_ckpt.interop.hf.export_plan import WINDOW_NBYTES, ExportContents
+from dist_ckpt.interop.dcp.flat_state_dict import find_trained_models, relative_params
+from dist_ckpt.interop.hf.export_plan import WINDOW_NBYTES, ExportedTensor
 from dist_ckpt.interop.readers.torch_pickles import STORAGES
 from dist_ckpt.interop.registry import SAFETENSORS
 from dist_ckpt.reports import CopyProgress, Progress
@@ -47,14 +47,14 @@ __all__ = ["export_file"]
 
 _log = logging.getLogger("dist_ckpt")
 
-# The folder in an archive of torch.save that is not written to a path, and that of the data in it.
+# The folder in the archive, as torch.save names it for a file object, and that of the data in it.
 _FOLDER, _DATA_FOLDER = "archive", "data/"
 
 # Torch writes tensors at multiples of this offset, so that they can be mapped into memory.
 _ALIGNMENT = 64
 
-# In a record's header: the bytes before its name, the zip64 field that zipfile writes after it, and
-# the start of the padding field, torch's letters "FB" and the size.
+# The header of a record: 30 bytes before its name, a zip64 field that zipfile writes after it, and
+# a padding field. That begins with torch's letters "FB" and its size.
 _HEADER_NBYTES, _ZIP64_NBYTES, _PADDING = 30, 20, struct.Struct("<2sH")
 
 
@@ -135,7 +135,7 @@ class _ArchiveContents:
 
     source: OpenCheckpoint
     pickled: bytes
-    tensors: Sequence[ExportContents]
+    tensors: Sequence[ExportedTensor]
     not_plain: Sequence[str]
 
     @property
@@ -162,22 +162,24 @@ def _write(
         _log.warning(
             "%s: torch.load needs weights_only=False for %s", file, listed(contents.not_plain)
         )
-    tell = CopyProgress(contents.data_nbytes, progress)
+    count_copied = CopyProgress(contents.data_nbytes, progress)
     with contents.source, new_file(file, overwrite=overwrite, nbytes=contents.nbytes) as out:
         with zipfile.ZipFile(out, "w") as archive:
-            _put(archive, "data.pkl", contents.pickled)
-            _put(archive, "byteorder", b"little")
-            _put_tensors(archive, contents, tell)
-            _put(archive, "version", b"3\n")
+            _write_record(archive, "data.pkl", contents.pickled)
+            _write_record(archive, "byteorder", b"little")
+            _write_tensors(archive, contents, count_copied)
+            _write_record(archive, "version", b"3\n")
         return out.nbytes
 
 
-def _put(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
-    with _record(archive, name) as record:
+def _write_record(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
+    with _open_record(archive, name) as record:
         record.write(data)
 
 
-def _put_tensors(archive: zipfile.ZipFile, contents: _ArchiveContents, tell: CopyProgress) -> None:
+def _write_tensors(
+    archive: zipfile.ZipFile, contents: _ArchiveContents, count_copied: CopyProgress
+) -> None:
     """Write each tensor's data as a record, from windows that are read one by one."""
     names = [tensor.fqn for tensor in contents.tensors]
     windows = contents.source.stream(names, window_nbytes=WINDOW_NBYTES, order="names")
@@ -185,17 +187,17 @@ def _put_tensors(archive: zipfile.ZipFile, contents: _ArchiveContents, tell: Cop
         # Each part belongs to one tensor.
         parts = (data for window in windows for _, data in window.parts)
         for tensor in contents.tensors:
-            with _record(archive, tensor.name) as record:
+            with _open_record(archive, tensor.name) as record:
                 left = tensor.nbytes
                 while left:
                     part = next(parts)
                     record.write(part)
-                    tell(part.nbytes)
+                    count_copied(part.nbytes)
                     left -= part.nbytes
 
 
 @contextmanager
-def _record(archive: zipfile.ZipFile, name: str) -> Iterator[IO[bytes]]:
+def _open_record(archive: zipfile.ZipFile, name: str) -> Iterator[IO[bytes]]:
     """Write a record whose data begins at an offset that torch would choose."""
     info = zipfile.ZipInfo(f"{_FOLDER}/{name}")
     assert archive.fp is not None
@@ -212,7 +214,7 @@ def _record(archive: zipfile.ZipFile, name: str) -> Iterator[IO[bytes]]:
 # The types that torch.load accepts with weights_only=True, besides containers of them.
 _PLAIN = (type(None), bool, float, complex, str, bytes, torch.Size, torch.dtype, torch.device)
 
-# It refuses larger integers: their pickles have a size of four bytes.
+# It refuses larger integers, whose pickle has a size of four bytes.
 _MAX_BITS = 8 * 255
 
 
@@ -220,12 +222,12 @@ _MAX_BITS = 8 * 255
 class _PickledTensor:
     """A tensor in the state that is pickled. Tied tensors have the same `data`."""
 
-    data: ExportContents
+    data: ExportedTensor
 
 
 def torch_state(
     saved: SavedTree, path: str, only: str | None, selection: Selection
-) -> tuple[object, list[ExportContents], list[str]]:
+) -> tuple[object, list[ExportedTensor], list[str]]:
     """Return the selected state, nested as it was saved, or the container `only` in it.
 
     Also return its tensors by number, and the names of values for which `torch.load` needs
@@ -243,7 +245,7 @@ def torch_state(
     names = (*((only,) if only in saved.leaves else ()), *saved.below(only or ""))
     if not selection.is_everything and not any(name in selection for name in names):
         raise ValueError(f"{selection} leaves nothing: give other patterns")
-    walk = _Walk(saved, selection)
+    walk = _StateWalk(saved, selection)
     value = walk.at(only or "")
     if walk.problems:
         raise IncompatibleError(
@@ -252,11 +254,11 @@ def torch_state(
     return value, [*walk.tensors.values()], walk.not_plain
 
 
-class _Walk:
-    """A walk through a state, which collects its values and tensors."""
+class _StateWalk:
+    """Builds the nested state to pickle, and collects its tensors and problems on the way."""
 
     def __init__(self, saved: SavedTree, selection: Selection) -> None:
-        self.tensors: dict[str, ExportContents] = {}  # by the name in the index
+        self.tensors: dict[str, ExportedTensor] = {}  # by the name in the index
         self.not_plain: list[str] = []
         self.problems: list[str] = []
         self._saved = saved
@@ -265,7 +267,7 @@ class _Walk:
         tensors = saved.leaves.keys() & (
             saved.catalog.tensors.keys() | saved.catalog.aliases.keys()
         )
-        self._models = models_of(saved.main, tensors, above)
+        self._models = find_trained_models(saved.main, tensors, above)
         # The optimizer of each group, and of each list of groups.
         self._optimizers: dict[str, str] = {}
         for group in saved.params:
@@ -314,7 +316,7 @@ class _Walk:
         return create_container(kind, items)
 
     def _is_chosen(self, name: str) -> bool:
-        """Return True if something at or below a name is selected, or if it is empty.
+        """Return True if something at or below a name is selected, or if nothing is below it.
 
         As in a save, an optimizer's groups are included if any part of the optimizer is.
         """
@@ -329,7 +331,7 @@ class _Walk:
         if not can_be_saved(record.dtype):
             self._refuse(name, f"is {record.dtype}, which torch.save does not support")
         path, dtype = f"{_DATA_FOLDER}{len(self.tensors)}", record.dtype
-        new = ExportContents(path, fqn, dtype, dtype, record.shape)
+        new = ExportedTensor(path, fqn, dtype, dtype, record.shape)
         return _PickledTensor(self.tensors.setdefault(fqn, new))
 
     def _refuse(self, name: str, why: str) -> None:
@@ -362,10 +364,10 @@ class _Pickler(pickle.Pickler):
     """Pickles as torch.save does, without the tensors' data."""
 
     def persistent_id(self, value: object) -> tuple[object, ...] | None:
-        if type(value) is not ExportContents:
+        if type(value) is not ExportedTensor:
             return None
         key = value.name.removeprefix(_DATA_FOLDER)
-        if (kind := _KINDS.get(value.dtype)) is not None:
+        if (kind := _STORAGE_CLASSES.get(value.dtype)) is not None:
             return "storage", kind, key, "cpu", prod(value.shape)
         return "storage", torch.UntypedStorage, key, "cpu", value.nbytes
 
@@ -380,7 +382,7 @@ class _Pickler(pickle.Pickler):
         return function, (value.data, 0, shape, strides, *copies)
 
 
-_KINDS = {dtype: getattr(torch, f"{name}Storage") for name, dtype in STORAGES.items()}
+_STORAGE_CLASSES = {dtype: getattr(torch, f"{name}Storage") for name, dtype in STORAGES.items()}
 
 
 @cache

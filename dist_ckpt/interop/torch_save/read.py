@@ -1,7 +1,7 @@
-"""Files of torch.save: zip archives with a pickle, which is read without unpickling it.
+"""Read files of torch.save: zip archives with a pickle, which is read without unpickling it.
 
-The bytes of a tensor are uncompressed in the archive and are read in place. The format:
-torch/serialization.py, and `interop/readers/restricted_pickle.py` here.
+A tensor's bytes are one record of the archive, uncompressed, and are read in place. The format is
+in torch/serialization.py. Parts of DCP's files and the files of frameworks are such archives too.
 """
 
 from __future__ import annotations
@@ -14,27 +14,20 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from dist_ckpt.core.storage import ReadableFile, Storage, real_path
-from dist_ckpt.errors import (
-    CheckpointError,
-    CorruptError,
-    IncompatibleError,
-    NotFoundError,
-    StorageError,
-)
+from dist_ckpt.core.storage import ReadableFile, Storage
+from dist_ckpt.errors import CorruptError, IncompatibleError
 from dist_ckpt.interop.readers import restricted_pickle
-from dist_ckpt.interop.readers.nested_state import ImportFilter, Nested
+from dist_ckpt.interop.readers.nested_state import ImportFilter, NestedState
 from dist_ckpt.interop.readers.restricted_pickle import PickleBudget, UnknownObject, unknown_error
-from dist_ckpt.interop.readers.torch_pickles import TABLE, TensorView, storage_of
-from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
+from dist_ckpt.interop.readers.torch_pickles import TORCH_NAMES, TensorView, resolve_storage
+from dist_ckpt.interop.readers.virtual_checkpoint import MODEL, ForeignState
+from dist_ckpt.interop.registry import open_file
 
-MAX_PICKLE_NBYTES = 1 << 30
+_MAX_PICKLE_NBYTES = 1 << 30
 
-# The top-level key for a state dict of tensors alone, as for a safetensors file.
-MODEL = "model"
-
-# Views of one storage are stored one by one, up to this multiple of the file's size in all.
-_MOST_TIMES = 16
+# Views of one storage become separate tensors. All together may have at most this multiple of the
+# archive's size, and `_FREE_NBYTES` more.
+_MAX_EXPANSION = 16
 _FREE_NBYTES = 1 << 20
 
 # An archive of at most this size is read as a whole.
@@ -42,20 +35,20 @@ _SMALL_NBYTES = 64 << 10
 
 
 def read(storage: Storage, path: str, import_filter: ImportFilter) -> ForeignState:
-    """Return the state in a file; a state dict of tensors alone becomes `{"model": ...}`.
+    """Return the state in a file. A state dict with only tensors becomes `{"model": ...}`.
 
     CorruptError, IncompatibleError for another kind of file, or values that cannot be stored.
     """
     with open_archive(storage, path) as archive:
-        state = dict_of(archive)
+        state = read_dict(archive)
         if all(isinstance(value, TensorView) for value in state.values()):
             state = {MODEL: dict(state)}
-        nested = Nested(path, import_filter)
+        nested = NestedState(path, import_filter)
         nested.add_top(state, archive)
     return nested.state()
 
 
-def dict_of(archive: Archive) -> dict[Any, object]:
+def read_dict(archive: Archive) -> dict[Any, object]:
     """Return the nonempty dict in an archive. IncompatibleError for anything else."""
     state = archive.read()
     if isinstance(state, UnknownObject):
@@ -70,13 +63,11 @@ def dict_of(archive: Archive) -> dict[Any, object]:
 
 @contextmanager
 def open_archive(
-    storage: Storage, path: str, table: Mapping[str, object] = TABLE
+    storage: Storage, path: str, table: Mapping[str, object] = TORCH_NAMES
 ) -> Iterator[Archive]:
     """Open a file of torch.save; `table` has the allowed names. NotFoundError if it is missing."""
     try:
         file = open_file(storage, path)
-    except FileNotFoundError:
-        raise NotFoundError(f"{path}: the file does not exist; check the path") from None
     except CorruptError:
         raise IncompatibleError(
             f"{path} is not a regular file. Pass the path of a file of torch.save. For a folder, "
@@ -87,7 +78,7 @@ def open_archive(
 
 
 class Archive:
-    """An archive of torch.save in a file: the bytes `start` to `start + nbytes`.
+    """An archive of torch.save: `nbytes` bytes of a file, from `start` on.
 
     `label` names it in errors; `table` has the allowed names of its pickle. The caller closes the
     file.
@@ -100,20 +91,21 @@ class Archive:
         start: int,
         nbytes: int,
         label: str,
-        table: Mapping[str, object] = TABLE,
+        table: Mapping[str, object] = TORCH_NAMES,
     ) -> None:
         self._file = file
         self._path = path
         self._start = start
         self._nbytes = nbytes
-        self._all: bytes | None = None
+        self._whole: bytes | None = None
         self.label = label
-        self._left = _MOST_TIMES * nbytes + _FREE_NBYTES
+        self.budget = PickleBudget(0)
+        self._nbytes_left = _MAX_EXPANSION * nbytes + _FREE_NBYTES
         self._located: set[TensorView] = set()
         self._table = table
         if start + nbytes > file.nbytes:
             raise CorruptError(f"{label}: {path} is cut off; restore it from a copy")
-        self._all = self._read(0, nbytes) if nbytes <= _SMALL_NBYTES else None
+        self._whole = self._read(0, nbytes) if nbytes <= _SMALL_NBYTES else None
         first_bytes = self._read(0, min(nbytes, 4))
         if first_bytes[:2] == b"\x80\x02":
             raise IncompatibleError(
@@ -125,7 +117,6 @@ class Archive:
                 f"{label} is not a file of torch.save; check the path, or fetch it again"
             )
         self._records = ZipRecords(self._read, nbytes, label)
-        self.budget = PickleBudget(0)
 
     def read(self) -> object:
         """Return the saved value: plain data, with a `TensorView` in place of each tensor."""
@@ -134,18 +125,20 @@ class Archive:
             raise IncompatibleError(
                 f"{self.label} contains a TorchScript program: save its state_dict() instead"
             )
-        if "byteorder" in records and self._records.bytes_of("byteorder", 16) != b"little":
+        if "byteorder" in records and self._records.read("byteorder", 16) != b"little":
             raise IncompatibleError(
                 f"{self.label} was saved on a big-endian machine: load it with torch and save it "
                 f"again"
             )
-        data = self._records.bytes_of("data.pkl", MAX_PICKLE_NBYTES)
+        data = self._records.read("data.pkl", _MAX_PICKLE_NBYTES)
         self.budget = PickleBudget(len(data))
-        return restricted_pickle.read(data, self._table, self.label, storage_of, keep_unknown=True)
+        return restricted_pickle.read(
+            data, self._table, self.label, resolve_storage, keep_unknown=True
+        )
 
     def locate(self, view: TensorView, fqn: str) -> tuple[str, int]:
         """Return the file with a tensor's elements, and their offset."""
-        start, nbytes = self._records.span_of(f"data/{view.storage.key}")
+        start, nbytes = self._records.locate(f"data/{view.storage.key}")
         first, end = (n * view.itemsize for n in (view.start, view.start + view.num_spanned))
         if end > nbytes and view.num_spanned:
             raise CorruptError(
@@ -159,59 +152,28 @@ class Archive:
             )
         if view not in self._located:
             self._located.add(view)
-            self._left -= prod(view.shape) * view.itemsize
-        if self._left < 0:
+            self._nbytes_left -= prod(view.shape) * view.itemsize
+        if self._nbytes_left < 0:
             raise CorruptError(
-                f"{self.label}: its tensors up to {fqn} have more than {_MOST_TIMES} times its "
+                f"{self.label}: its tensors up to {fqn} have more than {_MAX_EXPANSION} times its "
                 f"{self._nbytes} bytes: save clones of them"
             )
         return self._path, self._start + start + first
 
-    def bytes_of(self, view: TensorView, fqn: str) -> bytes:
+    def read_tensor(self, view: TensorView, fqn: str) -> bytes:
         """Return the bytes of a small contiguous tensor."""
         _, start = self.locate(view, fqn)
         nbytes = prod(view.shape) * view.itemsize
-        if not view.is_contiguous or nbytes > MAX_PICKLE_NBYTES:
+        if not view.is_contiguous or nbytes > _MAX_PICKLE_NBYTES:
             raise CorruptError(f"{self.label}: {fqn} is not small and contiguous; use another file")
         return self._read(start - self._start, nbytes)
 
     def _read(self, offset: int, nbytes: int) -> bytes:
-        if self._all is not None:
-            return self._all[offset : offset + nbytes]
+        if self._whole is not None:
+            return self._whole[offset : offset + nbytes]
         data = bytearray(nbytes)
         count = self._file.read_into(self._start + offset, memoryview(data))
         return bytes(data[:count])
-
-
-def open_file(storage: Storage, path: str) -> ReadableFile:
-    """Open a file, following links. FileNotFoundError, also if a parent is a file."""
-    try:
-        return storage.open(real_path(path))
-    except StorageError as error:
-        if isinstance(error.__cause__, NotADirectoryError):
-            raise FileNotFoundError(path) from None
-        raise
-
-
-def is_file(storage: Storage, path: str) -> bool:
-    """Return True if a file exists at a path."""
-    try:
-        storage.open(real_path(path)).close()
-    except (FileNotFoundError, CheckpointError):
-        return False
-    return True
-
-
-def whole_file(storage: Storage, path: str, most: int) -> bytes:
-    """Return the bytes of a file. FileNotFoundError, CorruptError if it has more than `most`."""
-    with closing(open_file(storage, path)) as file:
-        if file.nbytes > most:
-            raise CorruptError(
-                f"{path} has {file.nbytes} bytes, {most} are the most; fetch it again"
-            )
-        data = bytearray(file.nbytes)
-        count = file.read_into(0, memoryview(data))
-    return bytes(data[:count])
 
 
 # --- zip records -----------------------------------------------------------------------------
@@ -221,19 +183,19 @@ _LOCATOR = struct.Struct("<4sLQL")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _ENTRY = struct.Struct("<4s4x2H4x3L3H8xL")
 _LOCAL = struct.Struct("<4s5H3L2H")
-_BEYOND = 0xFFFFFFFF
+_IN_ZIP64_FIELD = 0xFFFFFFFF  # in place of a number that needs 64 bits
 _ENCRYPTED = 1
 
-# The size of the first read, at the archive's end: it covers all of a small archive.
+# The size of the first read, at the archive's end.
 _TAIL_NBYTES = 4096
 
-# Some million records: a larger directory is refused, as it would be read whole.
+# A directory is read whole, so a larger one is refused. This is enough for some million records.
 _MAX_DIRECTORY_NBYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ZipRecord:
-    """A record: its data's size, its local header, and its name with that of the archive.
+    """A record: the size of its data, the offset of its header, and its name with the folder.
 
     `is_plain` is True if it is neither compressed nor encrypted. `checksum` is its CRC-32, or 0 if
     torch wrote none.
@@ -247,78 +209,77 @@ class ZipRecord:
 
 
 class ZipRecords:
-    """The uncompressed records of a zip archive of `nbytes` bytes, read by `read(offset, nbytes)`.
+    """The uncompressed records of a zip archive of `nbytes` bytes.
 
-    `zipfile` is not used: it does not return the offset of a record's data, reads a directory of
-    any size, and accepts two records of one name. `label` names the archive in errors:
-    CorruptError for an incomplete archive, IncompatibleError for a compressed record.
+    `read_bytes(offset, nbytes)` reads the archive; `label` names it in errors. CorruptError for an
+    incomplete archive, IncompatibleError for a compressed record. `zipfile` is not used: it does
+    not return the offset of a record's data, reads a directory of any size, and accepts two records
+    of one name.
     """
 
-    def __init__(self, read: Callable[[int, int], bytes], nbytes: int, label: str) -> None:
-        self._read = read
+    def __init__(self, read_bytes: Callable[[int, int], bytes], nbytes: int, label: str) -> None:
+        self._read_bytes = read_bytes
         self._nbytes = nbytes
         self._label = label
         self.records: dict[str, ZipRecord] = {}
-        start, size = self._directory()
+        start, size = self._find_directory()
         if size > _MAX_DIRECTORY_NBYTES:
-            raise self._damage(f"a directory of {size} bytes")
-        data = self._at(start, size)
+            raise self._corrupt(f"a directory of {size} bytes")
+        data = self._read_exactly(start, size)
         at = 0
         while at < size:
-            at = self._add(data, at)
+            at = self._add_entry(data, at)
 
-    def bytes_of(self, name: str, most: int) -> bytes:
-        """Return the data of a record of at most `most` bytes, checked by its checksum."""
-        start, nbytes = self.span_of(name)
-        if nbytes > most:
-            raise CorruptError(
-                f"{self._label}: its record {name} has {nbytes} bytes, {most} are the most"
-            )
-        data = self._at(start, nbytes)
+    def read(self, name: str, max_nbytes: int) -> bytes:
+        """Return the data of a record, after a check of its checksum."""
+        start, nbytes = self.locate(name)
+        if nbytes > max_nbytes:
+            raise self._corrupt(f"its record {name} has {nbytes} bytes, more than {max_nbytes}")
+        data = self._read_exactly(start, nbytes)
         checksum = self.records[name].checksum
         if checksum and zlib.crc32(data) != checksum:
-            raise self._damage(f"its record {name} has another checksum than was written")
+            raise self._corrupt(f"its record {name} has another checksum than was written")
         return data
 
-    def span_of(self, name: str) -> tuple[int, int]:
+    def locate(self, name: str) -> tuple[int, int]:
         """Return the offset of a record's data, and its size."""
         record = self.records.get(name)
         if record is None:
-            raise self._damage(f"it has no record {name}")
+            raise self._corrupt(f"it has no record {name}")
         if not record.is_plain:
             raise IncompatibleError(
                 f"{self._label}: its record {name!r} is compressed: save it again with torch.save"
             )
-        head = self._at(record.header_at, _LOCAL.size + len(record.full_name))
+        head = self._read_exactly(record.header_at, _LOCAL.size + len(record.full_name))
         sign, *_, name_nbytes, extra_nbytes = _LOCAL.unpack_from(head)
         if sign != b"PK\x03\x04" or head[_LOCAL.size :][:name_nbytes] != record.full_name:
-            raise self._damage(f"the header of its record {name} is damaged")
+            raise self._corrupt(f"the header of its record {name} is damaged")
         start = record.header_at + _LOCAL.size + name_nbytes + extra_nbytes
         if start + record.nbytes > self._nbytes:
-            raise self._damage(f"its record {name} ends after the file")
+            raise self._corrupt(f"its record {name} ends after the file")
         return start, record.nbytes
 
-    def _directory(self) -> tuple[int, int]:
+    def _find_directory(self) -> tuple[int, int]:
         """Return the offset of the directory, and its size."""
         tail_at = max(self._nbytes - _TAIL_NBYTES, 0)
-        tail = self._at(tail_at, self._nbytes - tail_at)
+        tail = self._read_exactly(tail_at, self._nbytes - tail_at)
         at = tail.rfind(b"PK\x05\x06")
         if at < 0 or at + _END.size > len(tail):
-            raise self._damage("not an archive of torch.save, or cut off")
+            raise self._corrupt("not an archive of torch.save, or cut off")
         *_, size, start, _ = _END.unpack_from(tail, at)
         locator_at = at - _LOCATOR.size
         if locator_at >= 0 and tail[locator_at:][:4] == b"PK\x06\x07":
             _, _, end_at, _ = _LOCATOR.unpack_from(tail, locator_at)
-            end = self._at(end_at, _END64.size)
+            end = self._read_exactly(end_at, _END64.size)
             sign, *_, size, start = _END64.unpack(end)
             if sign != b"PK\x06\x06":
-                raise self._damage("the end of its directory is damaged")
+                raise self._corrupt("the end of its directory is damaged")
         return start, size
 
-    def _add(self, data: bytes, at: int) -> int:
+    def _add_entry(self, data: bytes, at: int) -> int:
         """Add the record of a directory entry; return the offset of the next entry."""
         if at + _ENTRY.size > len(data):
-            raise self._damage("its directory is cut off")
+            raise self._corrupt("its directory is cut off")
         fields = _ENTRY.unpack_from(data, at)
         sign, flags, method, checksum, packed, size, *lengths, header_at = fields
         name_nbytes, extra_nbytes, comment_nbytes = lengths
@@ -326,39 +287,40 @@ class ZipRecords:
         extra_at = name_at + name_nbytes
         end: int = extra_at + extra_nbytes + comment_nbytes
         if sign != b"PK\x01\x02" or end > len(data):
-            raise self._damage("its directory is damaged")
+            raise self._corrupt("its directory is damaged")
         full_name = data[name_at:extra_at]
         name = full_name.decode("utf-8", "replace").partition("/")[2]
-        long = self._long(data[extra_at : extra_at + extra_nbytes])
+        wide = _zip64_numbers(data[extra_at : extra_at + extra_nbytes])
         size, packed, header_at = (
-            next(long, -1) if value == _BEYOND else value for value in (size, packed, header_at)
+            next(wide, -1) if value == _IN_ZIP64_FIELD else value
+            for value in (size, packed, header_at)
         )
         if min(size, packed, header_at) < 0:
-            raise self._damage("its directory is damaged")
+            raise self._corrupt("its directory is damaged")
         if name in self.records:
-            raise self._damage(f"two records of the name {name!r}")
+            raise self._corrupt(f"two records of the name {name!r}")
         is_plain = not method and packed == size and not flags & _ENCRYPTED
         self.records[name] = ZipRecord(size, header_at, full_name, is_plain, checksum)
         return end
 
-    @staticmethod
-    def _long(extra: bytes) -> Iterator[int]:
-        """Yield the numbers of 64 bits of an entry."""
-        at = 0
-        while at + 4 <= len(extra):
-            kind, nbytes = struct.unpack_from("<2H", extra, at)
-            if kind == 1:
-                for position in range(at + 4, min(at + 4 + nbytes, len(extra)) - 7, 8):
-                    yield struct.unpack_from("<Q", extra, position)[0]
-            at += 4 + nbytes
-
-    def _at(self, offset: int, nbytes: int) -> bytes:
+    def _read_exactly(self, offset: int, nbytes: int) -> bytes:
         if offset < 0 or nbytes < 0 or offset + nbytes > self._nbytes:
-            raise self._damage("it is cut off")
-        data = self._read(offset, nbytes)
+            raise self._corrupt("it is cut off")
+        data = self._read_bytes(offset, nbytes)
         if len(data) < nbytes:
-            raise self._damage("it ended while it was read")
+            raise self._corrupt("it ended while it was read")
         return data
 
-    def _damage(self, why: str) -> CorruptError:
+    def _corrupt(self, why: str) -> CorruptError:
         return CorruptError(f"{self._label}: {why}; fetch it again")
+
+
+def _zip64_numbers(extra: bytes) -> Iterator[int]:
+    """Yield the numbers of 64 bits in the extra fields of an entry."""
+    at = 0
+    while at + 4 <= len(extra):
+        field_id, nbytes = struct.unpack_from("<2H", extra, at)
+        if field_id == 1:
+            for position in range(at + 4, min(at + 4 + nbytes, len(extra)) - 7, 8):
+                yield struct.unpack_from("<Q", extra, position)[0]
+        at += 4 + nbytes

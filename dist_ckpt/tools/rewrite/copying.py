@@ -24,7 +24,7 @@ from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, NotFoundError, check_flag
-from dist_ckpt.interop.registry import foreign_at
+from dist_ckpt.interop.registry import open_foreign
 from dist_ckpt.reports import Phases, Progress, SaveReport
 from dist_ckpt.runs.listing import metrics_by_checkpoint, put_metrics
 from dist_ckpt.runs.selectors import open_resolved
@@ -69,7 +69,7 @@ def plan_copy(
     check_flag("link", link)
     storage, source_path = open_resolved(source)
     path = real_path(open_storage(target)[1])
-    if foreign_at(storage, source_path) is not None:
+    if open_foreign(storage, source_path) is not None:
         raise IncompatibleError(
             f"{source_path} was written by another system: copy its files, or convert it with "
             f"`dist-ckpt import`"
