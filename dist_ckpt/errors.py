@@ -48,7 +48,8 @@ class ConflictError(CheckpointError):
 class CorruptError(CheckpointError):
     """Stored data is damaged: fall back to an older checkpoint.
 
-    `touched` names the live tensors that may contain partial data; it is empty if none do.
+    `touched` names the live tensors that may contain partial data; it is empty if none do. `path`
+    is the damaged file, or None if it is unknown.
     """
 
     def __init__(
@@ -58,9 +59,11 @@ class CorruptError(CheckpointError):
         rank: int | None = None,
         phase: str | None = None,
         touched: tuple[str, ...] = (),
+        path: str | None = None,
     ) -> None:
         super().__init__(message, rank=rank, phase=phase)
         self.touched = touched
+        self.path = path
 
 
 class IncompatibleError(CheckpointError):

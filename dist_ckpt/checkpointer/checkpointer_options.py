@@ -69,14 +69,14 @@ class RunOptions:
     stop_within_s: float = 25.0
     background: bool = True
 
-    def load_options(self, *, record_verified: bool = True) -> LoadOptions:
+    def load_options(self, *, record_check: bool = True) -> LoadOptions:
         """Return the options for checkpoints of the run, which have the saved part of the state."""
         return LoadOptions(
             sharding=self.sharding,
             include=self.include,
             exclude=self.exclude,
             include_frozen=self.include_frozen,
-            record_verified=record_verified,
+            record_check=record_check,
         )
 
     def check(self) -> None:

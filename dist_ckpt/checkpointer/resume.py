@@ -158,20 +158,22 @@ class Resume:
             raise ValueError(
                 f"{self.root} is a checkpoint: give the folder that it is in, {listing.root}"
             )
-        alive = listing.alive if at is None else (select(listing, at),)
-        skipped = self._find_damaged(listing, alive) if at is None else ()
+        usable = listing.usable if at is None else (select(listing, at),)
+        skipped = self._find_damaged(listing, usable) if at is None else ()
+        # A damaged one may have been repaired since: it is the last resort.
+        damaged = [checkpoint for checkpoint in listing.alive if checkpoint.damage is not None]
         candidates = tuple(
             _RestorePoint(checkpoint.step, checkpoint.path, checkpoint.attempt)
-            for checkpoint in reversed(alive)
+            for checkpoint in (*reversed(usable), *(reversed(damaged) if at is None else ()))
             if checkpoint.step is not None and checkpoint.attempt is not None
         )
         if candidates:
             self._check_config(candidates[0])
         return _RunListing(candidates, skipped)
 
-    def _find_damaged(self, listing: Listing, alive: Sequence[RunCheckpoint]) -> tuple[str, ...]:
+    def _find_damaged(self, listing: Listing, usable: Sequence[RunCheckpoint]) -> tuple[str, ...]:
         """Return damaged checkpoints above the newest. IncompatibleError for a newer version."""
-        newest = alive[-1].step or 0 if alive else -1
+        newest = usable[-1].step or 0 if usable else -1
         later = [entry for entry in listing.checkpoints if _step_in_name(entry.name) > newest]
         for entry in later:
             if entry.state == "incompatible":
@@ -179,8 +181,17 @@ class Resume:
                     f"{entry.path}: {entry.problem}. This checkpoint may be the newest, so the "
                     f"run does not resume from an older one"
                 )
-        damaged = [entry for entry in later if entry.state == "damaged"]
-        return tuple(f"{entry.name} is damaged: {entry.problem}" for entry in damaged)
+        damaged = [
+            entry
+            for entry in later
+            # Without another one, those that are recorded as damaged are tried.
+            if entry.state == "damaged" or (usable and entry.damage and not entry.is_orphaned)
+        ]
+        for entry in damaged:
+            _log.warning("%s is skipped: %s", entry.path, entry.damage or entry.problem)
+        return tuple(
+            f"{entry.name} is damaged: {entry.damage or entry.problem}" for entry in damaged
+        )
 
     def _check_config(self, newest: _RestorePoint) -> None:
         config, kind = self.options.config, self.options.kind
@@ -262,7 +273,7 @@ class Resume:
                     self._leases.close()
                     ref = CheckpointRef(self.storage, self.root, point.path, point.key)
                     self._leases.enter_context(renewed_lease(ref))
-        options = self.options.load_options(record_verified=not self.options.read_only)
+        options = self.options.load_options(record_check=not self.options.read_only)
         try:
             load_together(
                 self.session, state, point.path, options, memory=OPENER.memory, opener=OPENER
@@ -291,7 +302,7 @@ class Resume:
         options = LoadOptions(
             sharding=self.options.sharding,
             strict=self.options.init_strict,
-            record_verified=not self.options.read_only,
+            record_check=not self.options.read_only,
         )
         report = load_together(
             self.session, state, init, options, memory=OPENER.memory, opener=OPENER

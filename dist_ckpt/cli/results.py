@@ -73,6 +73,7 @@ class ListedRow(AnnotatedRow, frozen=True):
     path: str
     metadata: Mapping[str, Any] | None
     problem: str | None
+    damage: str | None
     attempt: str | None
     save_id: str | None
     pin: str | None

@@ -1,10 +1,10 @@
 """List a run's folder: its checkpoints, each with its annotations. Add metrics and save times.
 
     metrics   {"val/loss": 0.25}    numbers; "nan", "inf" and "-inf" as text
-    verified  {"level": "full"}     every byte was checked; "load": all of it was loaded
     saved     {"write_s": 1.5}      the seconds of the save's phases, and more: see `put_saved`
 
-Pins, tags and leases, which protect a checkpoint, are in `commit/records/protections.py`.
+Pins, tags and leases, which protect a checkpoint, are in `commit/records/protections.py`; the
+results of checks in `commit/records/checks.py`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.commit import attempts
+from dist_ckpt.core.commit.records.checks import newest_checks
 from dist_ckpt.core.commit.records.incarnations import IncarnationHistory, read_history
 from dist_ckpt.core.commit.records.protections import CheckpointKey, newest_values, protections_of
 from dist_ckpt.core.commit.records.record_store import (
-    VERIFIED,
     StoredAnnotation,
     find_old_folders,
     new_annotation,
@@ -54,9 +54,10 @@ class RunCheckpoint:
     the index are None. `saved_at` is in seconds since 1970. `save_id` is the id of the save; copies
     have the same. `metrics` are the newest values, which may be nan. `pin` is the reason of its
     pin; None if it has no pin. `leases` are the owners of its leases. `protected_by` lists its
-    protections as texts. `is_verified`: all of it was read and checked. `is_orphaned`: a later
-    incarnation of its run resumed from an earlier step, so nothing resumes from it any more.
-    `is_being_replaced`: a save over it is in progress, or died.
+    protections as texts. `is_verified`: all of it was read and checked. `damage` is what a later
+    check or load found damaged, or None: no run resumes from it, and no rule of `keep` counts it.
+    `is_orphaned`: a later incarnation of its run resumed from an earlier step, so nothing resumes
+    from it any more. `is_being_replaced`: a save over it is in progress, or died.
     """
 
     name: str
@@ -77,6 +78,7 @@ class RunCheckpoint:
     leases: tuple[str, ...] = ()
     protected_by: tuple[str, ...] = ()
     is_verified: bool = False
+    damage: str | None = None
     is_orphaned: bool = False
     is_being_replaced: bool = False
     if not TYPE_CHECKING:
@@ -127,10 +129,15 @@ class Listing:
 
     @property
     def alive(self) -> tuple[RunCheckpoint, ...]:
-        """The committed checkpoints that a run may resume from: with a step, and not orphaned."""
+        """The committed checkpoints of the run itself: with a step, and not orphaned."""
         if self.history_problem:
             raise CorruptError(self.history_problem)
         return tuple(info for info in self.checkpoints if info.where and not info.is_orphaned)
+
+    @property
+    def usable(self) -> tuple[RunCheckpoint, ...]:
+        """Those of `alive` that are not known to be damaged: a run resumes from the last one."""
+        return tuple(info for info in self.alive if info.damage is None)
 
 
 def checkpoints(root: str | os.PathLike[str]) -> tuple[RunCheckpoint, ...]:
@@ -164,12 +171,13 @@ def list_run(storage: Storage, folder: str, *, now: float) -> Listing:
     except (CorruptError, IncompatibleError) as error:
         history_problem = str(error)
     metrics, protections = metrics_by_checkpoint(annotations), protections_of(annotations, now)
-    levels = newest_values(annotations, VERIFIED)
-    verified = {where for (where, _), (level, _) in levels.items() if level}
+    checks = newest_checks(annotations)
 
     def annotated(info: RunCheckpoint) -> RunCheckpoint:
         if (where := info.where) is None:
             return info
+        check = checks.get(where)
+        damage = (check and check.damage) or None
         return replace(
             info,
             metrics=metrics.get(where, {}),
@@ -177,7 +185,8 @@ def list_run(storage: Storage, folder: str, *, now: float) -> Listing:
             pin=protections.pins.get(where),
             leases=tuple(protections.leases.get(where, ())),
             protected_by=protections.of(where),
-            is_verified=where in verified,
+            is_verified=check is not None and damage is None,
+            damage=damage,
             is_orphaned=history.is_orphaned(*where),
         )
 

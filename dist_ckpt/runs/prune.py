@@ -225,32 +225,38 @@ Decision = tuple[RunCheckpoint, tuple[str, ...]]
 
 NEWEST, NEWEST_CHECKED = "the newest", "the newest that was checked in full"
 NEWEST_WHOLE = "the newest that passes a quick check"
+DAMAGED = "it is damaged, but its good parts may repair another one: remove it with --damaged"
 _NOT_REQUESTED = "its removal was not requested"
 
 
-def plan_prune(listing: Listing, keep: RetentionPolicy) -> list[Decision]:
+def plan_prune(listing: Listing, keep: RetentionPolicy, *, damaged: bool = False) -> list[Decision]:
     """Return for each checkpoint of a run the reasons why it stays. Pure.
 
     Rules apply to the steps that a run may resume from, by the highest attempt of each step. If a
     rule keeps that attempt, it keeps all attempts of the step. Orphaned checkpoints stay only if
-    they are pinned, tagged or leased. Raises CorruptError if the history cannot be read.
+    they are pinned, tagged or leased. Rules neither count nor remove checkpoints that are recorded
+    as damaged. With `damaged`, these stay only if they are protected, or if no other is left.
+    Raises CorruptError if the history cannot be read.
     """
-    alive = listing.alive
-    paths = {info.path for info in alive}
-    # `alive` is sorted by step and attempt: the last of a step is the highest.
-    newest_by_step = {info.step: info for info in alive}
+    usable = listing.usable
+    paths = {info.path for info in usable}
+    # `usable` is sorted by step and attempt: the last of a step is the highest.
+    newest_by_step = {info.step: info for info in usable}
     candidates = [
         Candidate(*info.where, info.saved_at or 0.0, info.metrics)
         for info in newest_by_step.values()
         if info.where
     ]
     reasons_by_step = dict(zip(newest_by_step, keep.reasons(candidates), strict=True))
-    newest = alive[-1].path if alive else None
-    checked = next((info.path for info in reversed(alive) if info.is_verified), None)
+    newest = next((info.path for info in reversed(usable or listing.alive)), None)
+    checked = next((info.path for info in reversed(usable) if info.is_verified), None)
     decisions = []
     for info in listing.checkpoints:
         reasons = _find_exemptions(info)
-        if info.path in paths:
+        if info.damage is not None:
+            reasons += [] if damaged else [DAMAGED]
+            reasons += [NEWEST] * (info.path == newest)
+        elif info.path in paths:
             reasons += reasons_by_step[info.step]
             reasons += [NEWEST] * (info.path == newest)
             reasons += [NEWEST_CHECKED] * (info.path == checked)
@@ -288,13 +294,15 @@ def prune(  # noqa: PLR0913 - the run, the policy, and limits
     is_whole: Callable[[RunCheckpoint], bool],
     incarnation: Incarnation | None = None,
     among: Collection[RunCheckpoint] | None = None,
+    damaged: bool = False,
     dry_run: bool = False,
 ) -> list[Decision]:
     """Remove checkpoints that have no reason to stay; return the reasons of each, () if removed.
 
     First, finish the removals that an earlier call has left incomplete. `is_whole` is a quick
     check: of the newest checkpoint, and of older ones until one passes. With `among`, only these
-    checkpoints may be removed, each at its path. A `dry_run` changes nothing.
+    checkpoints may be removed, each at its path. `damaged` is as in `plan_prune`. A `dry_run`
+    changes nothing.
 
     Raises ConflictError, and removes no more, if an incarnation newer than `incarnation` has begun;
     without `incarnation`, if one begins during the call. NotFoundError if the folder does not
@@ -316,7 +324,7 @@ def prune(  # noqa: PLR0913 - the run, the policy, and limits
         (info, (*reasons, "a newer incarnation saved it"))
         if info.where and info.where[1].number >= limit
         else (info, reasons)
-        for info, reasons in plan_prune(listing, keep)
+        for info, reasons in plan_prune(listing, keep, damaged=damaged)
     ]
     if among is not None:
         shown = {(info.path, info.where) for info in among}
@@ -325,14 +333,14 @@ def prune(  # noqa: PLR0913 - the run, the policy, and limits
             for info, reasons in decisions
         ]
     if any(not reasons for _, reasons in decisions):
-        whole = next((info.path for info in reversed(listing.alive) if is_whole(info)), None)
+        whole = next((info.path for info in reversed(listing.usable) if is_whole(info)), None)
         decisions = [
             (info, (*reasons, NEWEST_WHOLE) if info.path == whole else reasons)
             for info, reasons in decisions
         ]
     if not dry_run and any(not reasons for _, reasons in decisions):
         # Sync the newest before an older one is removed: its saver may have died before the sync.
-        for newest in listing.alive[-1:]:
+        for newest in (listing.usable or listing.alive)[-1:]:
             for folder in (f"{newest.path}/{newest.attempt}", newest.path, root):
                 storage.sync(folder)
         decisions = [

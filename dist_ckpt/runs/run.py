@@ -89,7 +89,7 @@ class Run:
             raise ValueError('give min= or max=, the name of a metric: best(min="val/loss")')
         kind, metric, sign = ("min", min, 1) if min is not None else ("max", max or "", -1)
         listing = self._list()
-        alive = {info.where: info for info in listing.alive}
+        alive = {info.where: info for info in listing.usable}
         metrics = metrics_by_checkpoint(listing.annotations)
         values = {where: of[metric] for where, of in metrics.items() if metric in of}
         history = read_history(self._storage, listing.root, with_old=bool(listing.old_folders))
@@ -120,13 +120,13 @@ class Run:
     ) -> int | None:
         """Wait for a checkpoint above the step `after`; return its step, or None after `timeout_s`.
 
-        The checkpoint is committed and not orphaned, so the run may resume from it. The folder need
-        not exist yet. The storage is read every `poll_s` seconds.
+        The checkpoint is committed, and neither orphaned nor known to be damaged, so the run may
+        resume from it. The folder need not exist yet. The storage is read every `poll_s` seconds.
         """
         deadline = time.monotonic() + timeout_s
         while True:
-            alive = self._list().alive if list_entries(self._storage, self._root) else ()
-            newest = alive[-1].step if alive else None
+            usable = self._list().usable if list_entries(self._storage, self._root) else ()
+            newest = usable[-1].step if usable else None
             if newest is not None and (after is None or newest > after):
                 return newest
             if (remaining_s := deadline - time.monotonic()) <= 0:
@@ -181,13 +181,15 @@ class Run:
         keep: RetentionPolicy,
         *,
         among: Collection[RunCheckpoint] | None = None,
+        damaged: bool = False,
         dry_run: bool = False,
     ) -> list[Decision]:
         """Remove the checkpoints that no rule and no protection keeps; return each with reasons.
 
         A checkpoint without reasons is removed, unless this is a `dry_run`. The newest is never
         removed, nor the newest that passes a quick check, nor the newest that was checked in full,
-        nor a pinned, tagged or leased one. With `among`, checkpoints that an earlier dry run
+        nor a pinned, tagged or leased one. Checkpoints that are recorded as damaged do not count,
+        and are removed only with `damaged`. With `among`, checkpoints that an earlier dry run
         returned, all others stay. NotFoundError if a rule names a metric that no checkpoint has.
         """
         if not isinstance(keep, RetentionPolicy):
@@ -199,14 +201,21 @@ class Run:
         listing = self._list()
         known = {name for info in listing.checkpoints for name in info.metrics}
         unknown = sorted(find_metric_names(keep) - known)
-        if unknown and any(not reasons for _, reasons in plan_prune(listing, keep)):
+        plan = plan_prune(listing, keep, damaged=damaged)
+        if unknown and any(not reasons for _, reasons in plan):
             metrics = f"there are {listed(sorted(known))}" if known else "there are none"
             raise NotFoundError(
                 f"{self._root}: no checkpoint has the metric {unknown[0]!r}, so nothing is "
                 f"removed; {metrics}"
             )
         return prune(
-            self._storage, self._root, keep, is_whole=is_complete, among=among, dry_run=dry_run
+            self._storage,
+            self._root,
+            keep,
+            is_whole=is_complete,
+            among=among,
+            damaged=damaged,
+            dry_run=dry_run,
         )
 
     def _list(self) -> Listing:
@@ -222,7 +231,7 @@ class Run:
 def is_complete(info: RunCheckpoint) -> bool:
     """Return True if a checkpoint passes a quick check now."""
     try:
-        return verify(info.path, level="quick").ok
+        return verify(info.path, level="quick", record=False).ok
     except CheckpointError:
         return False
 

@@ -6,7 +6,7 @@
     @max:<name>   the highest
     @tag:<name>   the checkpoint with this tag
 
-Orphaned checkpoints are selected by their step or a tag only.
+Checkpoints that are orphaned or damaged are selected by their step or a tag only.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ def select(listing: Listing, selector: str) -> RunCheckpoint:
         return _select_latest(listing)
     if kind in ("min", "max"):
         sign = 1 if kind == "min" else -1
+        warn_of_unreadable(listing)
         return min(measured(listing, name), key=lambda info: sign * info.metrics[name])
     if kind == "tag":
         tagged = next((info for info in listing.checkpoints if name in info.tags), None)
@@ -94,34 +95,38 @@ def select(listing: Listing, selector: str) -> RunCheckpoint:
 
 
 def _select_latest(listing: Listing) -> RunCheckpoint:
-    if not listing.alive:
+    if not listing.usable:
         states = [f"{info.name} is {_describe_exclusion(info)}" for info in listing.checkpoints]
         why = listed(states) if states else "it has no checkpoint"
         raise NotFoundError(f"{listing.root}: no latest checkpoint: {why}. Check the path")
     warn_of_unreadable(listing)
-    return listing.alive[-1]
+    return listing.usable[-1]
 
 
 def warn_of_unreadable(listing: Listing) -> None:
-    """Log the checkpoints that cannot be selected because they cannot be read."""
+    """Log the checkpoints that are not selected because they are damaged or cannot be read."""
     for info in listing.checkpoints:
         if info.state in ("damaged", "incompatible"):
             _log.warning("%s is %s and is ignored: %s", info.path, info.state, info.problem)
+        elif info.damage is not None and not info.is_orphaned:
+            _log.warning("%s is damaged and is ignored: %s", info.path, info.damage)
 
 
 def _describe_exclusion(info: RunCheckpoint) -> str:
     if info.state != "committed":
         return info.state
+    if info.damage is not None:
+        return "damaged"
     return "orphaned" if info.is_orphaned else "without a step"
 
 
 def measured(listing: Listing, name: str) -> list[RunCheckpoint]:
-    """Return the checkpoints, not orphaned, that have a metric. NotFoundError if none has it."""
+    """Return the checkpoints with a metric, neither orphaned nor damaged. NotFoundError if none."""
     checkpoints = [
-        info for info in listing.alive if not isnan(info.metrics.get(name, float("nan")))
+        info for info in listing.usable if not isnan(info.metrics.get(name, float("nan")))
     ]
     if not checkpoints:
-        names = {metric for info in listing.alive for metric in info.metrics}
+        names = {metric for info in listing.usable for metric in info.metrics}
         raise NotFoundError(
             f"{listing.root}: no checkpoint has a value of the metric {name!r}; "
             f"{_list_text('metrics', sorted(names))}"

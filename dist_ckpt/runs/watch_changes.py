@@ -36,8 +36,8 @@ class RunObservation:
     @property
     def newest(self) -> RunCheckpoint | None:
         """The newest checkpoint that the run may resume from."""
-        alive = () if self.listing.history_problem else self.listing.alive
-        return alive[-1] if alive else None
+        usable = () if self.listing.history_problem else self.listing.usable
+        return usable[-1] if usable else None
 
 
 def observe_run(storage: Storage, root: str) -> RunObservation:
@@ -127,11 +127,15 @@ def _describe_changes(before: RunCheckpoint | None, after: RunCheckpoint) -> Ite
         again = " again" if before is not None and before.attempt is not None else ""
         ranks = format_count(after.world_size or 0, "rank")
         yield f"{name} is durable{again}: {format_size(after.nbytes or 0)} by {ranks}"
-        before = replace(after, metrics={}, protected_by=(), is_verified=False, is_orphaned=False)
+        before = replace(
+            after, metrics={}, protected_by=(), is_verified=False, damage=None, is_orphaned=False
+        )
     if new := set(_format_metrics(after)) - set(_format_metrics(before)):
         yield f"{name}: {', '.join(sorted(new))}"
     if after.is_verified > before.is_verified:
         yield f"{name} was checked in full"
+    if after.damage is not None and before.damage is None:
+        yield f"{name} is damaged: {after.damage}"
     if after.is_orphaned > before.is_orphaned:
         yield f"{name} is orphaned: the run does not resume from it"
     yield from (

@@ -372,6 +372,30 @@ def test_where_all_are_damaged_nothing_is_begun_anew(spoil: Damage, tmp_path: Pa
     assert without_facts(listing(tmp_path)) == without_facts(before)
 
 
+def test_one_that_is_recorded_as_damaged_is_not_tried_while_there_is_another(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path, 3)
+    for step in (3, 2):
+        damage(tmp_path, step)
+        assert not dc.verify(tmp_path / f"step-{step:08}").ok
+    damage(tmp_path, 2)  # that mends it, but nobody has looked
+    assert restored(tmp_path) == 1
+    assert why(tmp_path).startswith("the newest undamaged: step-00000002 is damaged: model.small")
+    assert "step-00000003 is damaged" in why(tmp_path)
+
+
+def test_where_all_are_recorded_as_damaged_they_are_tried(tmp_path: Path) -> None:
+    run(tmp_path, 2)
+    for step in (2, 1):
+        damage(tmp_path, step)
+        dc.verify(tmp_path / f"step-{step:08}")
+    with pytest.raises(CorruptError, match="all checkpoints are damaged: step 2 is"):
+        restored(tmp_path)
+    damage(tmp_path, 1)  # that mends it, but nobody has looked
+    assert restored(tmp_path) == 1
+
+
 def test_a_damaged_one_that_is_asked_for_is_an_error(tmp_path: Path) -> None:
     run(tmp_path, 3)
     flip(tmp_path, 2)

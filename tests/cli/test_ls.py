@@ -133,3 +133,17 @@ def test_runs_in_a_folder_of_them_are_named_whatever_lies_beside(run, root, tmp_
     out = run("ls", tmp_path)[1]
     assert "beside" in out
     assert f"there are more in {told}: list one of them" in out
+
+
+def test_recorded_damage_is_listed_with_its_file(run, root):
+    for path in root.glob("s4/a*/objects.msgpack"):
+        path.unlink()
+    assert "checked" not in run("ls", root)[1]
+    run("verify", root)
+    code, out, _ = run("ls", root)
+    row = next(line for line in out.splitlines() if line.startswith("s4 "))
+    assert (code, "damaged" in row, "checked" in row) == (0, True, False)
+    assert out.count("checked") == 3
+    assert "objects.msgpack is missing" in out
+    rows = json.loads(run("ls", root, "--json")[1])["checkpoints"]
+    assert [row["damage"] is None for row in rows] == [True, True, True, False]

@@ -96,7 +96,10 @@ def test_what_could_not_be_checked_is_not_called_whole(run, saved, tmp_path, mon
 
     monkeypatch.setattr("dist_ckpt.tools.report.facts.verify", fail)
     code, out, _ = run("report", root, "-o", page)
-    assert (code, out) == (5, f"{page}: 1 checkpoint, 0 damaged, 1 could not be checked\n")
+    assert (code, out) == (
+        5,
+        f"{page}: 1 checkpoint, 0 damaged by a quick check, 1 could not be checked\n",
+    )
     assert "no damage found" not in page.read_text()
     assert "1 checkpoint could not be checked" in page.read_text()
     code, out, _ = run("report", saved, "-o", page)
@@ -128,3 +131,20 @@ def test_bad_places_are_refused_by_name(run, saved, tmp_path):
         assert (found, told in err) == (code, True), err
         assert "Traceback" not in err
     assert (tmp_path / "notes.html").read_text() == "mine"
+
+
+def test_a_quick_check_does_not_call_whole_what_a_full_one_has_found(run, saved, tmp_path):
+    (file,) = saved.glob("a*/model-00000.safetensors")
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    dc.save({"x": 1}, saved.parent / "s2", step=2)
+    report = ("report", saved.parent, "-o", tmp_path / "page.html", "--overwrite")
+    assert "2 checkpoints, 0 damaged by a quick check\n" in run(*report)[1]
+    run("verify", saved)
+    code, out, _ = run(*report, "--verify", "none")
+    assert (code, "2 checkpoints, 1 damaged\n" in out) == (1, True)
+    assert "model.w rows" in (tmp_path / "page.html").read_text()
+    file.write_bytes(data)
+    assert "2 checkpoints, 1 damaged by a quick check\n" in run(*report)[1]
+    assert "2 checkpoints, 0 damaged\n" in run(*report, "--verify", "full")[1]
+    assert "2 checkpoints, 0 damaged by a quick check\n" in run(*report)[1]

@@ -1,8 +1,8 @@
 """A run's folder through any history, against a model of it that fits on a page.
 
-Saves, starts that go back, late metrics, pins, tags, holds that expire, deletes, and prunes of
-which some are killed: what is listed, chosen and kept is what the model says. In the long mode
-10,000 runs.
+Saves, starts that go back, metrics, pins, tags, holds that expire, checks that find damage, and
+prunes of which some are killed: what is listed, chosen and kept is what the model says. In the
+long mode 1,000 runs.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from commit_cases import step_at
+from dist_ckpt.core.commit.records.checks import put_check
 from dist_ckpt.core.commit.records.incarnations import begin_incarnation
 from dist_ckpt.core.commit.records.leases import Lease
 from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef, pin, tag, unpin, untag
 from dist_ckpt.core.commit.records.protections import CheckpointKey
-from dist_ckpt.core.commit.records.record_store import put_verified, read_annotations
+from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.errors import ConflictError, NotFoundError
 from dist_ckpt.runs.listing import Listing, list_run, put_metrics
 from dist_ckpt.runs.prune import delete_at, prune
@@ -45,6 +46,7 @@ class Kept:
     loss: float | None = None
     is_pinned: bool = False
     is_verified: bool = False
+    damaged_by: str = ""
     is_whole: bool = True
     leased_until: float = 0.0
     leases: list[Lease] = field(default_factory=list)
@@ -96,11 +98,13 @@ class RunMachine(RuleBasedStateMachine):
         one.loss = loss
 
     @precondition(lambda self: self.there)
-    @rule(number=numbers)
-    def check(self, number: int) -> None:
+    @rule(number=numbers, level=st.sampled_from(["full", "load"]), is_damaged=st.booleans())
+    def check(self, number: int, level: str, is_damaged: bool) -> None:
         one = self.pick(number)
-        put_verified(self.storage, ROOT, one.where, "full")
-        one.is_verified = True
+        put_check(self.storage, ROOT, one.where, level, "block 3" if is_damaged else "")
+        if level == "load" and one.damaged_by == "full":
+            return  # only a full check knows better
+        one.is_verified, one.damaged_by = not is_damaged, level if is_damaged else ""
 
     @precondition(lambda self: self.there)
     @rule(number=numbers)
@@ -159,22 +163,27 @@ class RunMachine(RuleBasedStateMachine):
         n=st.integers(1, 3),
         top=st.integers(1, 2),
         waiting=st.integers(0, 2),
+        damaged=st.booleans(),
         dies=st.integers(1, 100),
     )
-    def prune(self, n: int, top: int, waiting: int, dies: int) -> None:
+    def prune(self, n: int, top: int, waiting: int, damaged: bool, dies: int) -> None:
         """Prune, and once more where it was killed."""
         policy = last(n) | best(top, min="loss", unmeasured=waiting)
         whole = {one.name for one in self.there.values() if one.is_whole}
         dying = FaultyStorage(self.storage, fail_at_call=dies, error=_KilledError(), sticky=True)
         for storage in (dying, self.storage):
             try:
-                prune(storage, ROOT, policy, is_whole=lambda one: one.name in whole)
+                prune(
+                    storage, ROOT, policy, is_whole=lambda one: one.name in whole, damaged=damaged
+                )
                 break
             except _KilledError:
                 # The marks of who has died end after an hour, and meanwhile some holds.
                 self.now += 3601
         gone = self.there.keys() - {one.name for one in self.listing().checkpoints}
-        assert gone == self.there.keys() - self.wanted(n, top, waiting)
+        assert gone == self.there.keys() - self.wanted(n, top, waiting, damaged)
+        checked = [one.step for one in self.usable if one.is_verified]
+        assert not gone & {one.name for one in self.usable if one.step in checked[-1:]}
         for name in gone:
             self.forget(self.there[name])
         facts = read_annotations(self.storage, ROOT)
@@ -191,18 +200,17 @@ class RunMachine(RuleBasedStateMachine):
             assert step_at(self.storage, f"{ROOT}/{one.name}") == one.step
             assert seen.is_orphaned == (not one.is_alive)
             assert (seen.is_pinned, seen.is_verified) == (one.is_pinned, one.is_verified)
+            assert seen.damage == ("block 3" if one.damaged_by else None)
             assert bool(seen.leases) == (one.leased_until > self.now)
             assert set(seen.tags) == {t for t, name in self.tags.items() if name == one.name}
             assert repr(seen.metrics.get("loss")) == repr(one.loss)
 
     @invariant()
     def what_is_chosen_is_right(self) -> None:
-        measured = [one for one in self.alive if one.loss is not None and not isnan(one.loss)]
+        usable = self.usable
+        measured = [one for one in usable if one.loss is not None and not isnan(one.loss)]
         best = min(measured, key=lambda one: (one.loss, one.step), default=None)
-        for selector, one in (
-            ("latest", self.alive[-1] if self.alive else None),
-            ("min:loss", best),
-        ):
+        for selector, one in (("latest", usable[-1] if usable else None), ("min:loss", best)):
             try:
                 assert select(self.listing(), selector).name == (one and one.name)
             except NotFoundError:
@@ -214,9 +222,13 @@ class RunMachine(RuleBasedStateMachine):
     def alive(self) -> list[Kept]:
         return sorted((one for one in self.there.values() if one.is_alive), key=lambda o: o.step)
 
-    def wanted(self, n: int, top: int, waiting: int) -> set[str]:
+    @property
+    def usable(self) -> list[Kept]:
+        return [one for one in self.alive if not one.damaged_by]
+
+    def wanted(self, n: int, top: int, waiting: int, damaged: bool) -> set[str]:
         """Return what a prune leaves."""
-        alive = self.alive
+        alive = self.usable
         ranked = [one for one in alive if one.loss is not None and not isnan(one.loss)]
         ranked.sort(key=lambda one: (one.loss or 0.0, one.step))
         unknown = [one for one in alive if one.loss is None]
@@ -226,7 +238,9 @@ class RunMachine(RuleBasedStateMachine):
         protected = [one for one in self.there.values() if self.is_protected(one)]
         # Left behind, but no start's: the rules of the run are not about it.
         others = [o for o in self.there.values() if not o.is_alive and o.where[1].incarnation == 0]
-        kept = [*rules, *protected, *others, *alive[-1:], *whole[-1:], *checked[-1:]]
+        spoilt = [] if damaged else [one for one in self.there.values() if one.damaged_by]
+        last = (alive or self.alive)[-1:]
+        kept = [*rules, *protected, *others, *spoilt, *last, *whole[-1:], *checked[-1:]]
         return {one.name for one in kept}
 
     def is_protected(self, one: Kept) -> bool:

@@ -9,9 +9,9 @@ import pytest
 from dist_ckpt.core.commit import removal
 from dist_ckpt.core.commit.attempts import try_abandon
 from dist_ckpt.core.commit.commit_protocol import claim
+from dist_ckpt.core.commit.records.checks import put_check
 from dist_ckpt.core.commit.records.incarnations import LivenessFile, begin_incarnation
 from dist_ckpt.core.commit.records.protections import CheckpointKey
-from dist_ckpt.core.commit.records.record_store import put_verified
 from dist_ckpt.errors import NotFoundError
 from dist_ckpt.runs import retention_policy as keep
 from dist_ckpt.runs.listing import put_metrics
@@ -95,7 +95,7 @@ def test_metrics_and_what_keeps_a_checkpoint_are_told() -> None:
     put_metrics(run.storage, ROOT, where, {"loss": 0.5})
     assert run.told() == ["step 5: loss=0.5"]
     put(run.storage, where, "pin", {"pinned": True, "why": "the paper"})
-    put_verified(run.storage, ROOT, where, "full")
+    put_check(run.storage, ROOT, where, "full")
     assert run.told() == ["step 5 was checked in full", "step 5 is kept: pinned: the paper"]
     put(run.storage, where, "pin", {"pinned": False})
     assert run.told() == ["step 5 is not kept any more: pinned: the paper"]

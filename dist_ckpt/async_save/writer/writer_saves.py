@@ -23,6 +23,7 @@ from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS, RankFolder
 from dist_ckpt.async_save.writer.messages import Done, Hello, ProtocolError, StoreAddress, Write
 from dist_ckpt.async_save.writer.staged_save import StagedSave
 from dist_ckpt.config import Config
+from dist_ckpt.core.checkpoint.verify import record_damage
 from dist_ckpt.core.comm.collectives.collective import DistinctPayloads
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Channel, SingleProcessChannel
 from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
@@ -279,6 +280,8 @@ class WriterSave:
         )
         staged.seal_as(self._attempt, part.receipts)
         self._saved = part.saved
+        for error in part.damaged:
+            record_damage(storage, error)
         seconds = time.monotonic() - start
         return RankWriteResult(part.receipts, staged.details.replicas, seconds, part.linked)
 

@@ -70,10 +70,9 @@ def ls(path: str, *, as_json: bool) -> None:
     total = format_size(sum(checkpoint.nbytes or 0 for checkpoint in listing))
     click.echo(f"{format_count(len(listing), 'checkpoint')}, {total}")
     for checkpoint in listing:
-        if checkpoint.problem is not None and checkpoint.state in ("damaged", "incompatible"):
-            click.echo(
-                f"{output.printable(checkpoint.name)}: {output.printable(checkpoint.problem)}"
-            )
+        is_unreadable = checkpoint.state in ("damaged", "incompatible")
+        if problem := checkpoint.damage or (checkpoint.problem if is_unreadable else None):
+            click.echo(f"{output.printable(checkpoint.name)}: {output.printable(problem)}")
     if below:
         click.echo(output.printable(f"there are more in {listed(below)}: list one of them"))
 
@@ -81,7 +80,7 @@ def ls(path: str, *, as_json: bool) -> None:
 def _notes(checkpoint: RunCheckpoint) -> list[str]:
     """Return the annotations of a checkpoint as texts."""
     notes = ["orphaned"] * checkpoint.is_orphaned + ["checked"] * checkpoint.is_verified
-    return [*notes, *checkpoint.protected_by]
+    return [*["damaged"] * (checkpoint.damage is not None), *notes, *checkpoint.protected_by]
 
 
 def _runs_in(path: str) -> list[str]:

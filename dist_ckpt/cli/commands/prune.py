@@ -18,11 +18,12 @@ from dist_ckpt.runs.run import Run
 @click.argument("root", type=shared_options.PATH)
 @click.option("--keep", "policy", required=True, help="The retention policy: rules, joined by |.")
 @click.option("--explain", is_flag=True, help="Print why each checkpoint stays.")
+@click.option("--damaged", is_flag=True, help="Also remove those that are recorded as damaged.")
 @shared_options.yes
 @shared_options.dry_run
 @shared_options.json
-def prune(
-    root: str, *, policy: str, dry_run: bool, explain: bool, yes: bool, as_json: bool
+def prune(  # noqa: PLR0913 - its options
+    root: str, *, policy: str, dry_run: bool, explain: bool, damaged: bool, yes: bool, as_json: bool
 ) -> None:
     """Remove the checkpoints of the run in ROOT that no rule keeps.
 
@@ -40,11 +41,14 @@ def prune(
     - the newest that was checked in full
     - all that are pinned, tagged or leased
 
+    Checkpoints that "dist-ckpt verify" or a load found damaged do not count for any rule. They
+    stay, because their good parts may repair another one, unless you give --damaged.
+
     \b
     dist-ckpt prune runs/a --keep "last(3) | best(2, min='val/loss')" --dry-run --explain
     """
     run, keep = Run(root), policies.parse(policy)
-    plan = run.prune(keep, dry_run=True)
+    plan = run.prune(keep, damaged=damaged, dry_run=True)
     doomed = [checkpoint for checkpoint, reasons in plan if not reasons]
     if doomed and not (dry_run or yes):
         count = format_count(len(doomed), "checkpoint")
@@ -55,7 +59,7 @@ def prune(
         )
     if doomed and not dry_run:
         # A job may have saved meanwhile. Only checkpoints that were shown are removed.
-        plan = run.prune(keep, among=doomed)
+        plan = run.prune(keep, among=doomed, damaged=damaged)
     if as_json:
         rows = tuple(extend(info, PruneRow, kept_by=reasons) for info, reasons in plan)
         output.print_json(PruneResult(root=root, dry_run=dry_run, checkpoints=rows))

@@ -29,7 +29,8 @@ def verify(path: str, *, quick: bool, as_json: bool) -> None:
     """Check every byte of a checkpoint, and name damaged files and tensors.
 
     PATH is one checkpoint, or a run's folder. In a folder it checks all committed checkpoints that
-    "dist-ckpt ls" lists. Exit code 1 if anything is damaged.
+    "dist-ckpt ls" lists. Exit code 1 if anything is damaged. The result is recorded in the run:
+    prune, @latest and a resume obey it.
 
     \b
     dist-ckpt verify runs/a@latest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import closing, contextmanager
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -13,6 +13,7 @@ from typing import Literal, Self
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.checkpoint.opener import NATIVE, Opener, UserPath
+from dist_ckpt.core.checkpoint.verify import record_damage
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import BLOCK_NBYTES
@@ -74,7 +75,8 @@ class OpenCheckpoint:
 
     `make` turns a placeholder in an objects file into an object. `slots` are scratch memory. After
     a read, up to `max_open_files` files stay open; with None, the files of the last read. `threads`
-    is the number of reads at once; the default comes from the environment.
+    is the number of reads at once; the default comes from the environment. Damage that a read finds
+    is recorded in the run, unless `records_damage` is False.
     """
 
     storage: Storage
@@ -86,6 +88,7 @@ class OpenCheckpoint:
     slots: BufferPool = field(default_factory=BufferPool)
     max_open_files: int | None = None
     threads: int | None = None
+    records_damage: bool = True
     _files: OrderedDict[int, OpenFile] | None = field(default_factory=OrderedDict, init=False)
     _objects: dict[str, ObjectsFile] = field(default_factory=dict, init=False)
     _turn: Lock = field(default_factory=Lock, init=False)
@@ -136,9 +139,19 @@ class OpenCheckpoint:
         """All saved names."""
         return self.catalog.names
 
-    def not_found_if_removed(self) -> AbstractContextManager[None]:
-        """Turn errors of damage in this block into NotFoundError if the checkpoint was removed."""
-        return attempts.not_found_if_removed(self.storage, self.path, self.attempt)
+    @contextmanager
+    def handle_damage(self) -> Iterator[None]:
+        """Record damage that is found in this block. NotFoundError if the checkpoint was removed.
+
+        Without `records_damage`, nothing is recorded.
+        """
+        with attempts.not_found_if_removed(self.storage, self.path, self.attempt):
+            try:
+                yield
+            except CorruptError as error:
+                if self.records_damage:
+                    record_damage(self.storage, error)
+                raise
 
     # --- values ---
 
@@ -163,7 +176,7 @@ class OpenCheckpoint:
                 raise CorruptError(
                     f"{self.folder}: the index lists no {name}; load an older checkpoint"
                 )
-            with self.not_found_if_removed():
+            with self.handle_damage():
                 self._objects[name] = read_objects(
                     self.storage, self.folder, record, make=self.make
                 )
@@ -215,7 +228,7 @@ class OpenCheckpoint:
     def read_attached(self, name: str) -> bytes:
         """Read and check an attached file. KeyError if there is none of this name."""
         record = {record.name: record for record in self.index.attached}[name]
-        with self.not_found_if_removed():
+        with self.handle_damage():
             return read_attached_file(self.storage, self.folder, record)
 
     # --- tensors ---
@@ -245,12 +258,12 @@ class OpenCheckpoint:
                 stop = start + cell.numel * itemsize
                 targets[want.fqn, part] = ArrayTarget(memory[start:stop], itemsize)
                 start = stop
-        with self._turn, self.not_found_if_removed():
+        with self._turn, self.handle_damage():
             self._read(wanted, targets)
 
     def check(self, wanted: Sequence[TensorRequest]) -> None:
         """Check all blocks of the wanted cells."""
-        with self._turn, self.not_found_if_removed():
+        with self._turn, self.handle_damage():
             self._read(wanted, None)
 
     def _read(
@@ -285,7 +298,7 @@ class OpenCheckpoint:
             for fqn, record in records.items()
         ]
         plan = plan_load(self.index, wanted)
-        with self.not_found_if_removed():
+        with self.handle_damage():
             files = open_files(
                 self.storage, self.folder, self.index, plan, threads=self._num_threads, max_open=0
             )
@@ -358,17 +371,18 @@ class OpenCheckpoint:
         `files` has records of the index by their new names. Returns the count of linked files.
         """
         files = self.index.all_files if files is None else files
-        return link_or_copy_files(
-            self.storage,
-            self.index,
-            self.folder,
-            target,
-            files,
-            threads=self._num_threads,
-            most_names=most_names,
-            links=links,
-            report=CopyProgress(sum(record.nbytes for record in files.values()), progress),
-        )
+        with self.handle_damage():
+            return link_or_copy_files(
+                self.storage,
+                self.index,
+                self.folder,
+                target,
+                files,
+                threads=self._num_threads,
+                most_names=most_names,
+                links=links,
+                report=CopyProgress(sum(record.nbytes for record in files.values()), progress),
+            )
 
     @property
     def has_open_files(self) -> bool:

@@ -1,10 +1,11 @@
-"""`dc.verify`: find and report all problems of a checkpoint, without torch."""
+"""`dc.verify`: find and report all problems of a checkpoint, without torch. Record damage."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -14,10 +15,11 @@ from typing import Literal
 from dist_ckpt.config import Config
 from dist_ckpt.core.checkpoint.opener import NATIVE, Opener
 from dist_ckpt.core.commit.attempts import MAX_TRIES, find_checkpoint, has_folder, read_document
-from dist_ckpt.core.commit.records.record_store import note_verified
+from dist_ckpt.core.commit.records.checks import note_check
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import block_digest
 from dist_ckpt.core.format.dtypes import DTYPES
+from dist_ckpt.core.format.filenames import Attempt, parse_attempt
 from dist_ckpt.core.format.geometry import ByteRange, Cell, ElementRange, Shape
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import (
@@ -35,21 +37,34 @@ from dist_ckpt.core.shard_io.read import block_reads, open_files
 from dist_ckpt.core.shard_io.read.block_reads import BlockRead
 from dist_ckpt.core.shard_io.read.open_files import OpenFile
 from dist_ckpt.core.storage import Storage, open_storage
-from dist_ckpt.errors import CheckpointError, CorruptError, StorageError
+from dist_ckpt.core.storage.local.direct_io import drop_cached
+from dist_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    IncompatibleError,
+    NotFoundError,
+    StorageError,
+)
 from dist_ckpt.reports import Progress
+
+_log = logging.getLogger("dist_ckpt")
 
 Level = Literal["full", "quick"]
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem of a file; `rank`, `tensor` and `rows` say what is damaged, if that is known."""
+    """One problem of a file; `rank`, `tensor` and `rows` say what is damaged, if that is known.
+
+    `is_damage`: stored data is lost. False for errors of the storage, and for files without data.
+    """
 
     file: str
     rank: int | None
     tensor: str | None
     rows: ByteRange | None
     what: str
+    is_damage: bool = True
 
     def __str__(self) -> str:
         return self.what
@@ -81,6 +96,7 @@ def verify(
     *,
     level: Level = "full",
     progress: Progress | None = None,
+    record: bool = True,
     opener: Opener = NATIVE,
 ) -> VerifyReport:
     """Check one checkpoint and report all its problems. One process calls this, without torch.
@@ -89,17 +105,23 @@ def verify(
     the objects files and the attached files. "full" also checks every byte of every shard. A
     damaged checkpoint is a report, not an error. Raises NotFoundError if there is none, and
     IncompatibleError if a newer dist_ckpt wrote it. `path` may be a selector, such as
-    "runs/a@latest". If the run keeps records, a full check without problems is recorded there.
-    `dist-ckpt verify` of a run's folder checks each checkpoint in it.
+    "runs/a@latest". In a run, a full check without problems is recorded, and any damage after a
+    second read: also of other checkpoints that have a damaged file under a link. With
+    `record=False` nothing is recorded. `dist-ckpt verify` of a run's folder checks each checkpoint
+    in it.
     """
     if level not in ("full", "quick"):
         raise ValueError(f'level={level!r}: give "full" or "quick"')
     storage, root = open_storage(opener.without_selector(path), direct_reads=True)
     for _ in range(MAX_TRIES):
         try:
-            return _verify_once(storage, root, level, progress or (lambda *_: None))
+            result = _verify_once(storage, root, level, progress or (lambda *_: None))
         except _GoneError:  # an overwrite has replaced it: check the new one
             continue
+        report, index = result
+        if record and index is not None:
+            _record(storage, report, index)
+        return report
     raise StorageError(f"{root}: it is replaced faster than it can be read: try again")
 
 
@@ -107,30 +129,130 @@ class _GoneError(Exception):
     """The attempt was removed during the check, so its problems mean nothing."""
 
 
-def _verify_once(storage: Storage, root: str, level: Level, progress: Progress) -> VerifyReport:
+def _verify_once(
+    storage: Storage, root: str, level: Level, progress: Progress
+) -> tuple[VerifyReport, Index | None]:
     try:
         attempt, index = find_checkpoint(storage, root)
     except CorruptError as error:
         problem = Problem(filenames.INDEX, None, None, None, str(error))
-        return VerifyReport(root, None, level, (problem,), (), 0, 0)
-    verification = _VerifyRun(storage, f"{root}/{attempt.name}", index, progress)
+        return VerifyReport(root, None, level, (problem,), (), 0, 0), None
+    folder = f"{root}/{attempt.name}"
+    verification = _VerifyRun(storage, folder, index, progress)
+    problems: Sequence[Problem] = ()
     try:
-        verification.run(level, threads=Config.from_environment().threads)
+        verification.run(level)
+        if verification.problems:
+            problems = _check_again(storage, folder, index, level, verification.problems)
     except FileNotFoundError as error:
         raise _GoneError from error
-    if level == "full" and not verification.problems and index.step is not None:
-        note_verified(storage, root, (index.step, attempt), level)
-    if verification.problems and not has_folder(storage, root, attempt):
+    if problems and not has_folder(storage, root, attempt):
         raise _GoneError
-    return VerifyReport(
+    report = VerifyReport(
         path=root,
         attempt=attempt.name,
         level=level,
-        problems=tuple(sorted(verification.problems, key=_sort_key)),
+        problems=tuple(sorted(problems, key=_sort_key)),
         notes=tuple(sorted(verification.notes)),
         num_files=index.num_files,
         nbytes_checked=verification.nbytes_checked,
     )
+    return report, index
+
+
+def _record(storage: Storage, report: VerifyReport, index: Index) -> None:
+    """Record the result of a check in the run. Never raises."""
+    attempt, level = Attempt.from_name(index.attempt), report.level
+    if level == "full" and report.ok and index.step is not None:
+        note_check(storage, report.path, (index.step, attempt), level)
+    with suppress(CheckpointError, OSError):
+        damaged = _note_damage(storage, report.path, attempt, index, level, report.problems)
+        _record_linked(storage, report.path, index, damaged, level)
+
+
+def _check_again(
+    storage: Storage, folder: str, index: Index, level: Level, problems: Sequence[Problem]
+) -> Sequence[Problem]:
+    """Check files with problems again, past the page cache. Return the problems that remain."""
+    drop_cached(folder)
+    files = frozenset(problem.file for problem in problems)
+    second = _VerifyRun(storage, folder, index, lambda *_: None, files)
+    second.run(level)
+    for problem in problems if not second.problems else ():
+        _log.warning("%s. A second read was right: check this host's memory and storage", problem)
+    return second.problems
+
+
+# --- record damage ---------------------------------------------------------------------------
+
+
+def record_damage(storage: Storage, error: CorruptError) -> None:
+    """Read the damaged file of an error again, and record the damage in its run. Never raises.
+
+    Does nothing if the file is not in a committed checkpoint, or if the second read is right.
+    """
+    folder, _, file = (error.path or "").rpartition("/")
+    path, _, name = folder.rpartition("/")
+    if parse_attempt(name) is None:
+        return
+    try:
+        attempt, index = find_checkpoint(storage, path)
+        if attempt.name == name and file in index.all_files:
+            damaged = _check_files(storage, path, attempt, index, frozenset({file}), "load")
+            _record_linked(storage, path, index, damaged, "load")
+    except (CheckpointError, OSError) as other:
+        _log.debug("%s: its damage is not recorded: %s", folder, other)
+
+
+def _check_files(
+    storage: Storage, path: str, attempt: Attempt, index: Index, files: frozenset[str], check: str
+) -> frozenset[str]:
+    """Read some files of a checkpoint completely. Record their damage, and return their names."""
+    folder = f"{path}/{attempt.name}"
+    drop_cached(folder)
+    verification = _VerifyRun(storage, folder, index, lambda *_: None, files)
+    verification.run("full")
+    if not has_folder(storage, path, attempt):
+        return frozenset()
+    return _note_damage(storage, path, attempt, index, check, verification.problems)
+
+
+def _note_damage(
+    storage: Storage,
+    path: str,
+    attempt: Attempt,
+    index: Index,
+    check: str,
+    problems: Sequence[Problem],
+) -> frozenset[str]:
+    """Record the problems that are damage. Return the names of the damaged files."""
+    damaged = [problem for problem in problems if problem.is_damage]
+    if damaged and index.step is not None:
+        more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
+        note_check(storage, path, (index.step, attempt), check, f"{damaged[0]}{more}")
+    return frozenset(problem.file for problem in damaged)
+
+
+def _record_linked(
+    storage: Storage, path: str, index: Index, files: frozenset[str], check: str
+) -> None:
+    """Check the checkpoints of the run that may have these damaged files under a link."""
+    records = index.all_files
+    digests = {(records[name].nbytes, records[name].digest) for name in files & records.keys()}
+    root = path.rpartition("/")[0] or "/"
+    for entry in storage.list(root) if files else ():
+        other = f"{root.rstrip('/')}/{entry.name}"
+        if other == path or entry.kind != "folder" or entry.name in filenames.RESERVED_NAMES:
+            continue
+        with suppress(CorruptError, IncompatibleError, NotFoundError):
+            attempt, there = find_checkpoint(storage, other)
+            same = frozenset(
+                name
+                for name, record in there.all_files.items()
+                if (record.nbytes, record.digest) in digests
+            )
+            if same:
+                _check_files(storage, other, attempt, there, same, check)
 
 
 def _sort_key(problem: Problem) -> tuple[str, str, ByteRange, str]:
@@ -145,9 +267,16 @@ _Lost = tuple[str, ByteRange | None]
 
 
 class _VerifyRun:
-    """One call of `verify`; its threads add to `problems`."""
+    """One check of an attempt; its threads add to `problems`. With `only`, of these files."""
 
-    def __init__(self, storage: Storage, folder: str, index: Index, progress: Progress) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        folder: str,
+        index: Index,
+        progress: Progress,
+        only: Collection[str] | None = None,
+    ) -> None:
         self.problems: list[Problem] = []
         self.notes: list[str] = []
         self.nbytes_checked = 0
@@ -157,9 +286,10 @@ class _VerifyRun:
         self._index = index
         self._contents = objects_file.list_contents(index.catalog)
         self._progress = progress
+        self._only = only
         self._slots = BufferPool(max(block_reads.READ_NBYTES, open_files.MAX_BLOCK_NBYTES))
 
-    def run(self, level: Level, *, threads: int) -> None:
+    def run(self, level: Level) -> None:
         """Check the names of files, then the files, several at once."""
         index = self._index
         self._check_listing()
@@ -167,16 +297,25 @@ class _VerifyRun:
         sizes = [file.nbytes if level == "full" else file.header_nbytes for file in index.files]
         tables = (index.objects, index.attached)
         nbytes = sum(sizes) + sum(record.nbytes for table in tables for record in table)
+        threads = Config.from_environment().threads
         parallel_for(lambda check: check(), self._checks(level, nbytes), threads=threads)
         self._progress(self.nbytes_checked, nbytes)
 
     def _checks(self, level: Level, nbytes: int) -> Iterator[Callable[[], object]]:
-        index = self._index
-        headers = (partial(self._check_header, *contents) for contents in _expected_contents(index))
+        index, only = self._index, self._only
+        shards = [
+            (record, expected)
+            for record, expected in _expected_contents(index)
+            if only is None or index.file_name(record) in only
+        ]
+        objects = (r for r in index.objects if only is None or r.name in only)
+        attached = (r for r in index.attached if only is None or r.file_name in only)
         work: Iterator[Callable[[], object]] = chain(
-            (partial(self._check_objects, record) for record in index.objects),
-            (partial(self._check_attached, record) for record in index.attached),
-            self._blocks() if level == "full" else headers,
+            (partial(self._check_objects, record) for record in objects),
+            (partial(self._check_attached, record) for record in attached),
+            self._blocks(shards)
+            if level == "full"
+            else (partial(self._check_header, *contents) for contents in shards),
         )
         for check in work:
             self._progress(self.nbytes_checked, nbytes)
@@ -199,7 +338,7 @@ class _VerifyRun:
                 continue
             text = f"{folder}/{entry.name} is not in the index"
             if filenames.is_in_attempt(entry.name) and not filenames.is_temporary(entry.name):
-                self._add_problem(entry.name, None, text)
+                self._add_problem(entry.name, None, text, is_damage=False)
             else:
                 self.notes.append(text)
 
@@ -208,9 +347,9 @@ class _VerifyRun:
         try:
             index_json.decode(read_document(self._storage, path), label=path)
         except FileNotFoundError:
-            self._add_problem(filenames.CLAIM, None, f"{path} is missing")
+            self._add_problem(filenames.CLAIM, None, f"{path} is missing", is_damage=False)
         except CheckpointError as error:
-            self._add_problem(filenames.CLAIM, None, str(error))
+            self._add_problem(filenames.CLAIM, None, str(error), is_damage=False)
 
     def _check_objects(self, record: ObjectsFileRecord) -> None:
         path = f"{self._folder}/{record.name}"
@@ -218,7 +357,7 @@ class _VerifyRun:
         try:
             file = open_files.read_objects(self._storage, self._folder, record)
         except CheckpointError as error:
-            self._add_problem(record.name, rank, str(error))
+            self._add_problem(record.name, rank, str(error), is_damage=_is_damage(error))
             return
         self._count(record.nbytes)
         catalog, contents = self._index.catalog, self._contents
@@ -230,14 +369,16 @@ class _VerifyRun:
         try:
             open_files.read_attached_file(self._storage, self._folder, record)
         except CheckpointError as error:
-            self._add_problem(record.file_name, 0, str(error))
+            self._add_problem(record.file_name, 0, str(error), is_damage=_is_damage(error))
             return
         self._count(record.nbytes)
 
     # --- shard files ---
 
-    def _blocks(self) -> Iterator[Callable[[], object]]:
-        for record, expected in _expected_contents(self._index):
+    def _blocks(
+        self, shards: Iterable[tuple[ShardFileRecord, _Shards]]
+    ) -> Iterator[Callable[[], object]]:
+        for record, expected in shards:
             if (checked := self._check_header(record, expected)) is None:
                 continue
             file, end = checked
@@ -265,7 +406,7 @@ class _VerifyRun:
                 (fqn, open_files.rows_of(cell, shape, ElementRange(0, cell.numel)))
                 for (fqn, cell), (_, shape) in expected.items()
             ]
-            self._add_lost(record, str(error), lost)
+            self._add_lost(record, str(error), lost, is_damage=_is_damage(error))
             return None
         self._count(record.header_nbytes)
         if wrong_size is not None:
@@ -295,7 +436,7 @@ class _VerifyRun:
                 lost = [
                     (block.shard.fqn, block_reads.rows_of_block(block)) for block in read.blocks
                 ]
-                self._add_lost(file.record, str(error), lost)
+                self._add_lost(file.record, str(error), lost, is_damage=_is_damage(error))
                 return
             for block in read.blocks:
                 start, stop = block.start - read.span.start, block.stop - read.span.start
@@ -305,17 +446,24 @@ class _VerifyRun:
                     problem = block_reads.digest_problem(block, block_digest(data[start:stop]))
                 if problem is not None:
                     name, rank = self._index.file_name(file.record), file.record.rank
-                    text = block_reads.damage_text(file.path, file.header, block, problem)
+                    text = str(block_reads.damage_error(file.path, file.header, block, problem))
                     rows = block_reads.rows_of_block(block)
                     self._add_problem(name, rank, text, tensor=block.shard.fqn, rows=rows)
 
-    def _add_lost(self, record: ShardFileRecord, problem: str, lost: Iterable[_Lost]) -> None:
+    def _add_lost(
+        self,
+        record: ShardFileRecord,
+        problem: str,
+        lost: Iterable[_Lost],
+        *,
+        is_damage: bool = True,
+    ) -> None:
         """Add a problem of a file, and one problem for each range of rows that is lost with it."""
-        name = self._index.file_name(record)
-        self._add_problem(name, record.rank, problem)
+        name, rank = self._index.file_name(record), record.rank
+        self._add_problem(name, rank, problem, is_damage=is_damage)
         for fqn, rows in lost:
             text = f"{fqn} {open_files.rows_text(rows)}: lost, for {problem}"
-            self._add_problem(name, record.rank, text, tensor=fqn, rows=rows)
+            self._add_problem(name, rank, text, tensor=fqn, rows=rows, is_damage=is_damage)
 
     def _add_problem(
         self,
@@ -325,8 +473,13 @@ class _VerifyRun:
         *,
         tensor: str | None = None,
         rows: ByteRange | None = None,
+        is_damage: bool = True,
     ) -> None:
-        self.problems.append(Problem(file, rank, tensor, rows, text))
+        self.problems.append(Problem(file, rank, tensor, rows, text, is_damage))
+
+
+def _is_damage(error: CheckpointError) -> bool:
+    return isinstance(error, CorruptError)
 
 
 def _shard_text(shard: tuple[str, Shape] | None) -> str:

@@ -45,6 +45,7 @@ class Failure(Message, frozen=True):
     rank: int | None
     phase: str | None
     touched: tuple[str, ...] = ()
+    path: str | None = None
     is_secondary: bool = False
 
     def __post_init__(self) -> None:
@@ -91,6 +92,7 @@ def describe_error(
         rank=rank if own_rank is None else own_rank,
         phase=own_phase or phase,
         touched=error.touched if isinstance(error, CorruptError) else (),
+        path=error.path if isinstance(error, CorruptError) else None,
         is_secondary=isinstance(error, SecondaryError),
     )
 
@@ -118,7 +120,11 @@ def build_error(failure: Failure) -> Exception:
         return kind(failure.message)
     if issubclass(kind, CorruptError):
         return kind(
-            failure.message, rank=failure.rank, phase=failure.phase, touched=failure.touched
+            failure.message,
+            rank=failure.rank,
+            phase=failure.phase,
+            touched=failure.touched,
+            path=failure.path,
         )
     return kind(failure.message, rank=failure.rank, phase=failure.phase)
 

@@ -76,7 +76,7 @@ def load_bytes(  # noqa: PLR0913 - the options of `dc.load`
         rename=rename,
         cast=cast,
         read_once="off",
-        record_verified=False,
+        record_check=False,
     )
     with view:
         return load_together(

@@ -21,11 +21,12 @@ from torch.distributed import ProcessGroup
 
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.checkpoint.opener import NATIVE, NOTHING_IN_MEMORY, MemorySource, Opener
+from dist_ckpt.core.checkpoint.verify import record_damage
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.attempts import MAX_TRIES
-from dist_ckpt.core.commit.records.record_store import note_verified
+from dist_ckpt.core.commit.records.checks import note_check
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.loading.check import (
     LoadArguments,
@@ -58,7 +59,7 @@ from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.shard_io.read.block_reads import CellTargets, count_placed_nbytes
 from dist_ckpt.core.state.tree.containers import MutableState
-from dist_ckpt.core.storage import Storage
+from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
 from dist_ckpt.reports import IoCount, LoadReport, Phases
 
@@ -163,11 +164,17 @@ def load_together(
     """
     call = LoadCall(session, state, path, options, storage, memory, opener)
     try:
-        return _load(call)
-    except _DamagedInMemoryError as error:
-        reason = error.__cause__
-        _log.warning("%s: %s. Everything is now read from storage", sources_text(path), reason)
-    return _load(replace(call, memory=NOTHING_IN_MEMORY))
+        try:
+            return _load(call)
+        except _DamagedInMemoryError as error:
+            reason = error.__cause__
+            _log.warning("%s: %s. Everything is now read from storage", sources_text(path), reason)
+        return _load(replace(call, memory=NOTHING_IN_MEMORY))
+    except CorruptError as error:
+        is_recorder = options.record_check and session.channel.rank == COORDINATOR
+        if is_recorder and error.path is not None:
+            record_damage(storage or open_storage(error.path)[0], error)
+        raise
 
 
 class _DamagedInMemoryError(Exception):
@@ -189,13 +196,13 @@ def _load(call: LoadCall) -> LoadReport:
                 raise _DamagedInMemoryError from error
             raise
         report = _build_report(call, arguments, prepared, decision, totals, phases)
-        if call.options.record_verified and session.channel.rank == COORDINATOR:
+        if call.options.record_check and session.channel.rank == COORDINATOR:
             is_partial = report.unexpected or report.dropped or decision.from_memory
             is_whole = not is_partial and arguments.selection == SELECT_ALL
             # The load has read and checked the whole checkpoint: record that in its run.
             if call.options.verify and is_whole and report.step is not None:
                 checkpoint = report.step, Attempt.from_name(report.attempt)
-                note_verified(arguments.counting[0], report.path, checkpoint, "load")
+                note_check(arguments.counting[0], report.path, checkpoint, "load")
         phases.done(report)
         return report
 
@@ -294,7 +301,7 @@ def _check(
     try:
         with ExitStack() as guards:
             for checkpoint in sources.checkpoints:
-                guards.enter_context(checkpoint.not_found_if_removed())
+                guards.enter_context(checkpoint.handle_damage())
             return check_load(call, arguments, sources, stack)
     except NotFoundError:
         return None, CheckFindings(is_gone=True)

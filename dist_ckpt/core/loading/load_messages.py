@@ -147,6 +147,8 @@ def open_sources(
             OpenCheckpoint(storage, path, attempt, _decode_index(index), make=make)
             for storage, (path, attempt), index in parts
         )
+    for checkpoint in checkpoints:
+        checkpoint.records_damage = False  # the coordinator does it, for all ranks
     return ResolvedSources(checkpoints, opened.keys, opened.shared_read_id)
 
 

@@ -22,7 +22,7 @@ ReadOnce = Literal["host", "job", "off"]
 class LoadOptions:
     """The options of `load`. Call `check` inside an exchange: its errors reach all ranks.
 
-    `record_verified` is internal: a load of the whole checkpoint records that it is verified.
+    `record_check` is internal: a load records damage, and that a whole checkpoint was read.
     """
 
     sharding: ShardingConfig | None = None
@@ -36,7 +36,7 @@ class LoadOptions:
     config: Mapping[str, object] | None = None
     kind: str | None = None
     read_once: ReadOnce = "host"
-    record_verified: bool = True
+    record_check: bool = True
     cast: Cast = None
 
     def check(self) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from dist_ckpt import __version__
+from dist_ckpt.core.checkpoint.verify import record_damage
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
@@ -333,6 +334,8 @@ class _RankWriter:
             storage, folder, files, linkable, threads=threads, slots=session.scratch_buffers
         )
         self.saved = part.saved
+        for error in part.damaged:
+            record_damage(storage, error)
         return RankWriteResult(
             (*receipts, *part.receipts),
             local_state.replica_digests(self.plan.save_plan),

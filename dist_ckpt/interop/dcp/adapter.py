@@ -96,7 +96,7 @@ def load(
         include_frozen=include_frozen,
         read_once=read_once,
         cast=cast,
-        record_verified=False,
+        record_check=False,
     )
     needed = ImportFilter(SELECT_ALL, RequiredValues(state, path, options))
 

@@ -345,7 +345,7 @@ class PlannedReads:
         """
         opened = partial(self._open, source, reader.session.config.threads)
         with reader.session.operation(f"load of {source.folder}"):
-            moved = reader.read(opened, source.not_found_if_removed)
+            moved = reader.read(opened, source.handle_damage)
         with reader.phases.phase("place"):
             synchronize(tensor for parts in self.parts.values() for _, tensor in parts)
             for target, buffer in self._converted:

@@ -133,7 +133,7 @@ def plan_export(  # noqa: PLR0913 - those of `export_folder`
         check_outside(real_path(source_path), path)
     retained = _check_replaceable(target, path, overwrite=overwrite)
     opened = OpenCheckpoint.at(storage, source_path)
-    with opened.not_found_if_removed():
+    with opened.handle_damage():
         tensors = select_tensors(opened.catalog, source_path, only, selection, new_dtype)
         files = pack_files(tensors, max_nbytes, _whole_files(opened, tensors) if reflink else {})
     names = os.listdir(path) if os.path.isdir(path) else []
@@ -163,7 +163,7 @@ def _write(
     count_copied = CopyProgress(sum(file.data_nbytes for file in files), progress)
     with (
         source,
-        source.not_found_if_removed(),
+        source.handle_damage(),
         new_folder(storage, path, check, replaces=overwrite) as new,
     ):
         for file in files:

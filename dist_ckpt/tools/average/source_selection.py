@@ -261,7 +261,7 @@ def pick_checkpoints(listing: Listing, options: AverageOptions) -> Sequence[RunC
     selectors.warn_of_unreadable(listing)
     name = options.max if options.min is None else options.min
     if options.best is None or name is None:
-        count, candidates = options.last or 0, listing.alive
+        count, candidates = options.last or 0, listing.usable
     else:
         count, candidates = options.best, tuple(selectors.measured(listing, name))
     ranked = list({info.step: info for info in candidates}.values())[::-1]

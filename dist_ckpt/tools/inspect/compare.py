@@ -127,7 +127,8 @@ def _summarize_run(storage: Storage, folder: str, metric: str | None, sign: int)
     problems = [f"{info.name} is {info.state}: {info.problem}" for info in bad]
     # A run does not resume from a checkpoint without a step, but a variant may have no other.
     committed = [info for info in listing.checkpoints if info.state == "committed"]
-    alive = listing.alive or [info for info in committed if info.step is None]
+    problems += [f"{info.name} is damaged: {info.damage}" for info in committed if info.damage]
+    alive = listing.usable or [info for info in committed if info.step is None]
     if not alive:
         states = [f"{info.name} is {info.state}" for info in listing.checkpoints if info not in bad]
         problems.insert(0, f"no checkpoint{f': {listed(states)}' if states else ''}")

@@ -223,17 +223,20 @@ def _checkpoint_row(
     else:
         verification = check_damage(info.path, check, progress_of(info.name))
     problems = [problem.what for problem in verification.problems]
+    if info.damage is not None and not (verification.result == "ok" and check == "full"):
+        problems = problems or [info.damage]  # an earlier check has found more than this one
     # Damage of the index is detected without a check.
     is_damaged = info.state == "damaged" or bool(problems)
     return {
         **_select(info, "step", "state", "nbytes", "world_size", "num_tensors", "saved_at"),
-        **_select(info, "is_pinned", "is_verified", "is_orphaned", "is_being_replaced"),
+        **_select(info, "is_pinned", "is_orphaned", "is_being_replaced"),
         **_select(took, "stalled_s", "slowest_rank", "slowest_s"),
         "name": clip(info.name),
         "metrics": {clip(name): as_json(value) for name, value in sorted(info.metrics.items())},
         "protected_by": [clip(text) for text in info.protected_by],
         "tags": [clip(name) for name in info.tags],
         "is_leased": bool(info.leases),
+        "is_verified": info.is_verified and not is_damaged,
         "problem": clip(info.problem or (problems[0] if problems else "")),
         "result": "damaged" if is_damaged else verification.result,
         "why": clip(verification.why),

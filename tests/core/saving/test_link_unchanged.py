@@ -232,6 +232,8 @@ def test_a_header_is_looked_at_each_time(tmp_path: Path) -> None:
 
     reports = saves(LocalStorage(), range(1, 6), path=f"{tmp_path}/s{{}}", before=before)
     assert [one.num_linked for one in reports] == [0, 0, 1, 1, 0]
+    # What a save has found is recorded, also for the other name of the file.
+    assert [info.step for info in dc.checkpoints(tmp_path) if info.damage] == [1, 3]
 
 
 def test_what_was_read_back_is_read_back_again_after_some_saves(

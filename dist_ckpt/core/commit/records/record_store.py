@@ -61,9 +61,6 @@ _log = logging.getLogger("dist_ckpt")
 
 OLD_FOLDERS = (OLD_ANNOTATIONS, OLD_INCARNATIONS)
 
-# The kind of annotation for a checkpoint of which every byte was read and is correct.
-VERIFIED = "verified"
-
 
 @dataclass(frozen=True, slots=True)
 class StoredAnnotation:
@@ -267,21 +264,6 @@ def _list_real(storage: Storage, folder: str) -> Sequence[Entry]:
     with suppress(FileNotFoundError, NotADirectoryError):
         return storage.list(folder, follow=False)
     return ()
-
-
-def put_verified(storage: Storage, root: str, key: tuple[int, Attempt], level: str) -> None:
-    """Record that every byte of a checkpoint was read and is correct; durable on return."""
-    put_annotation(storage, root, new_annotation(*key, VERIFIED, {"level": level}))
-
-
-def note_verified(storage: Storage, path: str, key: tuple[int, Attempt], level: str) -> None:
-    """Call `put_verified` for the checkpoint at a path, if its root has records. Never raises."""
-    root = path.rpartition("/")[0] or "/"
-    try:
-        if can_keep_records(storage, root):
-            put_verified(storage, root, key, level)
-    except (CheckpointError, OSError) as error:
-        _log.debug("%s: its verification could not be recorded: %s", path, error)
 
 
 def can_keep_records(storage: Storage, root: str) -> bool:

@@ -28,7 +28,7 @@ from dist_ckpt.core.shard_io.read.block_reads import (
     PlannedRead,
     SmallShardsRead,
     all_blocks,
-    damage_text,
+    damage_error,
     digest_problem,
     group_successive,
     split_into_work,
@@ -90,7 +90,9 @@ class BlockReader:
             yield
         except CorruptError as error:
             raise CorruptError(
-                f"{error}; load an older checkpoint", touched=tuple(sorted(self.touched))
+                f"{error}; load an older checkpoint",
+                touched=tuple(sorted(self.touched)),
+                path=error.path,
             ) from error
         except StorageError as error:
             touched = sorted(self.touched)
@@ -127,7 +129,7 @@ class BlockReader:
             count = readable.read_into(file.header.header_nbytes + begin, data)
         if count < read.span.nbytes:
             cut_off = _get_single_block(file, bisect_right(file.shards.starts, begin + count) - 1)
-            raise CorruptError(damage_text(file.path, file.header, cut_off, _CUT_OFF))
+            raise damage_error(file.path, file.header, cut_off, _CUT_OFF)
         self.check(file, read, data)
 
     def _read_chunk(
@@ -146,7 +148,7 @@ class BlockReader:
             count = readable.read_into(file.header.header_nbytes + first + start, part)
             if count < part.nbytes:
                 cut_off = next(block for block in needed if block.stop > first + start + count)
-                raise CorruptError(damage_text(file.path, file.header, cut_off, _CUT_OFF))
+                raise damage_error(file.path, file.header, cut_off, _CUT_OFF)
             if verifies and len(needed) == 1:
                 digest.update(part)
         if verifies and len(needed) == 1:
@@ -210,7 +212,7 @@ def _get_single_block(file: OpenFile, number: int) -> NeededBlock:
 
 def _check_digest(file: OpenFile, block: NeededBlock, actual: str) -> None:
     if (problem := digest_problem(block, actual)) is not None:
-        raise CorruptError(damage_text(file.path, file.header, block, problem))
+        raise damage_error(file.path, file.header, block, problem)
 
 
 def _check_digests(file: OpenFile, needed: Sequence[NeededBlock], data: memoryview) -> None:

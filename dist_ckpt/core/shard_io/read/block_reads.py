@@ -19,6 +19,7 @@ from dist_ckpt.core.format.shard_file import ShardFile, StoredShard
 from dist_ckpt.core.planning.plan import LoadPlan, ReadItem
 from dist_ckpt.core.shard_io.memory.interface import Target
 from dist_ckpt.core.shard_io.read.open_files import OpenFile, OpenFiles, rows_of, rows_text
+from dist_ckpt.errors import CorruptError
 
 # The limit of one read, unless one block is larger. It is large enough for the full speed of the
 # storage, and small enough for several threads to share a large shard.
@@ -220,12 +221,13 @@ def rows_of_block(block: NeededBlock) -> ByteRange | None:
     return rows_of(shard.cell, shard.shape, part)
 
 
-def damage_text(path: str, header: ShardFile, block: NeededBlock, problem: str) -> str:
-    """Return a message with the tensor, rows, rank, file and bytes of a damaged block."""
+def damage_error(path: str, header: ShardFile, block: NeededBlock, problem: str) -> CorruptError:
+    """Return the error with the tensor, rows, rank, file and bytes of a damaged block."""
     start = header.header_nbytes
-    return (
+    return CorruptError(
         f"{block.shard.fqn} {rows_text(rows_of_block(block))}: {problem} "
-        f"({path} of rank {header.rank}, bytes {start + block.start}:{start + block.stop})"
+        f"({path} of rank {header.rank}, bytes {start + block.start}:{start + block.stop})",
+        path=path,
     )
 
 

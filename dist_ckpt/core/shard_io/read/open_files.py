@@ -121,7 +121,7 @@ def open_files(  # noqa: PLR0913 - the last two are for callers with several pla
     """
     bound = MAX_OPEN if max_open is None else max_open
     new_files: dict[int, OpenFile] = {}
-    problems: list[str] = []
+    problems: dict[str, str] = {}  # with the path of the file
 
     def open_number(number: int) -> None:
         file = opened.get(number)
@@ -131,14 +131,18 @@ def open_files(  # noqa: PLR0913 - the last two are for callers with several pla
                 file = open_file(storage, folder, index, record, keep=len(new_files) < bound)
                 new_files[number] = file
         except CorruptError as error:
-            problems.append(f"{error}; it holds {_list_rows(plan[number])}")
+            path = error.path or folder
+            problems[f"{error}; it holds {_list_rows(plan[number])}"] = path
         else:
-            problems.extend(dict.fromkeys(_find_mismatches(file, index, plan[number])))
+            for problem in _find_mismatches(file, index, plan[number]):
+                problems[problem] = file.path
 
     try:
         parallel_for(open_number, plan, threads=threads)
         if problems:
-            raise CorruptError(f"{listed(sorted(problems), '; ')}; load an older checkpoint")
+            first, *_ = ordered = sorted(problems)
+            text = f"{listed(ordered, '; ')}; load an older checkpoint"
+            raise CorruptError(text, path=problems[first])
     except BaseException:
         OpenFiles(plan, new_files).close()
         raise
@@ -150,18 +154,29 @@ def open_file(
 ) -> OpenFile:
     """Open and check a file of the index. It stays open if `keep`. Errors have no remedy yet."""
     path = f"{folder}/{index.file_name(record)}"
-    file = open_readable(storage, path, record)
-    try:
-        if (problem := size_problem(file, path, record)) is not None:
-            raise CorruptError(problem)
-        header = read_header(file, path, record, index)
-    except BaseException:
-        file.close()
-        raise
+    with naming_damaged(path):
+        file = open_readable(storage, path, record)
+        try:
+            if (problem := size_problem(file, path, record)) is not None:
+                raise CorruptError(problem)
+            header = read_header(file, path, record, index)
+        except BaseException:
+            file.close()
+            raise
     if not keep:
         file.close()
     open_or_none = file if keep else None
     return OpenFile(storage, path, record, header, open_or_none, has_digests=index.has_digests)
+
+
+@contextmanager
+def naming_damaged(path: str) -> Iterator[None]:
+    """Set the `path` of errors of damage in this block, unless it is known."""
+    try:
+        yield
+    except CorruptError as error:
+        error.path = error.path or path
+        raise
 
 
 def open_readable(storage: Storage, path: str, record: ShardFileRecord) -> ReadableFile:
@@ -262,15 +277,16 @@ def read_objects(
 
     Raises CorruptError if its bytes have changed, IncompatibleError if it needs a newer dist_ckpt.
     """
-    data = read_encoded_objects(storage, folder, record)
-    return objects_file.decode(data, make=make, label=f"{folder}/{record.name}")
+    data, path = read_encoded_objects(storage, folder, record), f"{folder}/{record.name}"
+    with naming_damaged(path):
+        return objects_file.decode(data, make=make, label=path)
 
 
 def read_encoded_objects(storage: Storage, folder: str, record: ObjectsFileRecord) -> bytes:
     """Return the bytes of an objects file. Raises CorruptError if they have changed."""
     path = f"{folder}/{record.name}"
     if record.nbytes > objects_file.MAX_NBYTES:
-        raise CorruptError(f"{path}: no objects file has {record.nbytes} bytes")
+        raise CorruptError(f"{path}: no objects file has {record.nbytes} bytes", path=path)
     return read_document(storage, path, record)
 
 
@@ -286,18 +302,20 @@ def read_document(
     try:
         file = storage.open(path)
     except FileNotFoundError as error:
-        raise CorruptError(f"{path} is missing; load an older checkpoint") from error
+        raise CorruptError(f"{path} is missing; load an older checkpoint", path=path) from error
     with closing(file):
         if file.nbytes != record.nbytes:
             raise CorruptError(
                 f"{path} has {file.nbytes} bytes, the index says {record.nbytes}; "
-                "load an older checkpoint"
+                "load an older checkpoint",
+                path=path,
             )
         data = bytearray(record.nbytes)
         file.read_into(0, memoryview(data))
     if (actual := checksums.document_digest(data)) != record.digest:
         raise CorruptError(
             f"{path} (bytes 0:{record.nbytes}) is damaged, its digest is {actual}, the index "
-            f"says {record.digest}; load an older checkpoint"
+            f"says {record.digest}; load an older checkpoint",
+            path=path,
         )
     return bytes(data)

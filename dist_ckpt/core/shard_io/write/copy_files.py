@@ -12,7 +12,7 @@ from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.read.block_reads import (
     BlockRead,
     all_blocks,
-    damage_text,
+    damage_error,
     digest_problem,
     group_into_reads,
 )
@@ -125,7 +125,7 @@ def _open_checked(
         ):
             yield file, source
     except CorruptError as error:
-        raise CorruptError(f"{error}; use another checkpoint") from error
+        raise CorruptError(f"{error}; use another checkpoint", path=error.path) from error
 
 
 def read_blocks(file: ReadableFile, path: str, header: ShardFile, read: BlockRead) -> memoryview:
@@ -134,7 +134,7 @@ def read_blocks(file: ReadableFile, path: str, header: ShardFile, read: BlockRea
     for block in read.blocks:
         content = data[block.start - read.span.start : block.stop - read.span.start]
         if (problem := digest_problem(block, block_digest(content))) is not None:
-            raise CorruptError(damage_text(path, header, block, problem))
+            raise damage_error(path, header, block, problem)
     return data
 
 
@@ -142,5 +142,5 @@ def read_at(file: ReadableFile, path: str, start: int, nbytes: int) -> memoryvie
     """Read some bytes of a file. CorruptError if the file is too short."""
     data = memoryview(bytearray(nbytes))
     if file.read_into(start, data) != nbytes:
-        raise CorruptError(f"{path} ends before byte {start + nbytes}")
+        raise CorruptError(f"{path} ends before byte {start + nbytes}", path=path)
     return data

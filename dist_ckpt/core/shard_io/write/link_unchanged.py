@@ -23,6 +23,7 @@ from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.read.block_reads import BlockRead, all_blocks, group_into_reads
+from dist_ckpt.core.shard_io.read.open_files import naming_damaged
 from dist_ckpt.core.shard_io.write.copy_files import read_at, read_blocks, try_link
 from dist_ckpt.core.shard_io.write.shard_writer import NullStorage, RankFiles, sync_names, write_all
 from dist_ckpt.core.storage import ReadableFile, Storage
@@ -57,11 +58,15 @@ class SavedFiles:
 
 @dataclass(frozen=True, slots=True)
 class SavedPart:
-    """The files that a rank has written or linked. `linked` counts the linked files."""
+    """The files that a rank has written or linked. `linked` counts the linked files.
+
+    `damaged` has the errors of earlier files that were to be linked.
+    """
 
     receipts: tuple[FileReceipt, ...]
     linked: IoCount
     saved: SavedFiles
+    damaged: tuple[CorruptError, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +104,8 @@ def write_or_link(
     links = {
         receipt.name: _link_file(storage, folder, receipt, earlier, threads) for receipt in wanted
     }
-    checked = {name: number for name, number in links.items() if number is not None}
+    checked = {name: number for name, number in links.items() if isinstance(number, int)}
+    damaged = tuple(error for error in links.values() if isinstance(error, CorruptError))
     rest = [n for n, plan in enumerate(files.plans) if plan.name not in checked]
     remaining = replace(_select_files(files, rest), objects=files.objects)
     written = write_all(storage, folder, remaining, threads=threads, slots=slots)
@@ -109,7 +115,8 @@ def write_or_link(
     receipts = (*unwritten, *written)
     names = {plan.name for plan in files.plans if plan.is_linkable}
     saved = SavedFiles(folder, {r.name: r for r in receipts if r.name in names}, checked)
-    return SavedPart(receipts, IoCount(len(unwritten), sum(r.nbytes for r in unwritten)), saved)
+    linked = IoCount(len(unwritten), sum(receipt.nbytes for receipt in unwritten))
+    return SavedPart(receipts, linked, saved, damaged)
 
 
 def _select_files(files: RankFiles, numbers: Sequence[int]) -> RankFiles:
@@ -123,10 +130,10 @@ def _select_files(files: RankFiles, numbers: Sequence[int]) -> RankFiles:
 
 def _link_file(
     storage: Storage, folder: str, wanted: FileReceipt, earlier: LinkableSaves, threads: int
-) -> int | None:
-    """Link a file of an earlier save. Return None if it must be written again.
+) -> int | CorruptError | None:
+    """Link a file of an earlier save; return the number of the save that last read it back.
 
-    Otherwise return the number of the save that last read back the file.
+    Return None, or the error if it is damaged, if the file must be written again.
     """
     name = wanted[0]
     candidates = [saved for saved in earlier.saves if saved.files.get(name) == wanted][-2:]
@@ -143,7 +150,7 @@ def _link_file(
             continue
         except CheckpointError as error:
             _log.warning("%s is not linked but written again: %s", path, error)
-            return None
+            return error if isinstance(error, CorruptError) else None
         return checked if try_link(storage, path, f"{folder}/{name}") else None
     return None
 
@@ -159,12 +166,13 @@ def _check_file(
     name, nbytes, header_nbytes, digest = wanted
     header = read_at(file, path, 0, header_nbytes)
     if file.nbytes != nbytes or document_digest(header) != digest:
-        raise CorruptError(f"{path} has changed since it was written")
+        raise CorruptError(f"{path} has changed since it was written", path=path)
     checked = saved.checked.get(name)
     if checked is not None and save - checked < READ_BACK_EVERY:
         return checked
     drop_cached_file(path)
-    decoded = decode_header(bytes(header), nbytes=nbytes, label=path)
+    with naming_damaged(path):
+        decoded = decode_header(bytes(header), nbytes=nbytes, label=path)
 
     def check(read: BlockRead) -> None:  # returns nothing: `parallel_for` would keep the bytes
         read_blocks(file, path, decoded, read)

@@ -1,0 +1,105 @@
+"""Record the results of checks: a checkpoint was read and is whole, or it is damaged.
+
+    verified  {"level": "full"}     every byte was checked; "load": all of it was loaded
+    verified  {"level": "", "damage": "...", "found_by": "full"}    or "load", or "quick"
+
+A result replaces the older one, with one exception: only a full check withdraws damage that a full
+check has found. Damage is recorded after a second read, and never for an error of the storage.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from dist_ckpt.core.commit.attempts import list_attempts, list_entries
+from dist_ckpt.core.commit.records.protections import CheckpointKey
+from dist_ckpt.core.commit.records.record_store import (
+    StoredAnnotation,
+    can_keep_records,
+    new_annotation,
+    put_annotation,
+    read_annotations_of,
+)
+from dist_ckpt.core.format.filenames import RESERVED_NAMES
+from dist_ckpt.core.storage import Storage
+from dist_ckpt.errors import CheckpointError
+
+_log = logging.getLogger("dist_ckpt")
+
+# The kind of these annotations.
+CHECK = "verified"
+
+_FULL = "full"
+
+# The text of damage is cut here. The check that found the damage has reported all of it.
+_MAX_DAMAGE_CHARS = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCheck:
+    """The result of a check of a checkpoint.
+
+    `level` is "full", "load" or "quick"; `damage` is "" if the checkpoint is whole.
+    """
+
+    level: str
+    damage: str
+
+
+def newest_checks(annotations: Iterable[StoredAnnotation]) -> dict[CheckpointKey, RecordedCheck]:
+    """Return the result that counts for each checkpoint. Pure; `annotations` are in order."""
+    results: dict[CheckpointKey, RecordedCheck] = {}
+    for stored in annotations:
+        if stored.name.kind != CHECK or stored.problem:
+            continue
+        key, values = (stored.step, stored.attempt), stored.values
+        damage = str(values.get("damage") or "")
+        level = str(values.get("found_by" if damage else "level") or "")
+        before = results.get(key)
+        if before is None or not (before.damage and before.level == _FULL != level):
+            results[key] = RecordedCheck(level, damage)
+    return {key: result for key, result in results.items() if result.level or result.damage}
+
+
+def put_check(
+    storage: Storage, root: str, key: CheckpointKey, level: str, damage: str = ""
+) -> None:
+    """Record the result of a check; durable on return. Without `damage` the checkpoint is whole."""
+    values = {"level": level}
+    if damage:
+        values = {"level": "", "damage": damage[:_MAX_DAMAGE_CHARS], "found_by": level}
+    put_annotation(storage, root, new_annotation(*key, CHECK, values))
+
+
+def note_check(
+    storage: Storage, path: str, key: CheckpointKey, level: str, damage: str = ""
+) -> None:
+    """Call `put_check` for the checkpoint at a path, if it is in a run. Never raises.
+
+    Damage that is recorded already is not recorded again, unless a full check has found it now.
+    """
+    root = path.rpartition("/")[0] or "/"
+    try:
+        if not (can_keep_records(storage, root) or (damage and _has_more(storage, root))):
+            return
+        if damage and level != _FULL and _is_damaged(storage, root, key):
+            return
+        put_check(storage, root, key, level, damage)
+    except (CheckpointError, OSError) as error:
+        severity = logging.WARNING if damage else logging.DEBUG
+        _log.log(severity, "%s: the result of its check could not be recorded: %s", path, error)
+
+
+def _is_damaged(storage: Storage, root: str, key: CheckpointKey) -> bool:
+    result = newest_checks(read_annotations_of(storage, root, *key)).get(key)
+    return result is not None and result.damage != ""
+
+
+def _has_more(storage: Storage, root: str) -> bool:
+    """Return True if a folder has several checkpoints, so that a prune may choose among them."""
+    folders = [entry.name for entry in list_entries(storage, root) if entry.kind == "folder"]
+    names = (name for name in folders if name not in RESERVED_NAMES)
+    have = (name for name in names if list_attempts(storage, f"{root.rstrip('/')}/{name}"))
+    return next(have, None) is not None and next(have, None) is not None
