@@ -58,9 +58,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(skip)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection() -> None:
+    """Keep the collector from looking through imports, which stay, again and again."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """Keep the collector from the tests and the libraries, which stay: half a second each time."""
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture

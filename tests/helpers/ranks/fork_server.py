@@ -42,15 +42,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+ROOT = Path(__file__).parents[3]
 # What saves, loads and commands import, and torch for the first optimizer or DTensor.
 TORCH = (
     "torch._dynamo",
     "torch.distributed.tensor",
+    "dist_ckpt.checkpointer.checkpointer",
     "dist_ckpt.core.saving.save",
     "dist_ckpt.core.loading.load",
-    "dist_ckpt.cli",
+    *(
+        f"dist_ckpt.cli.commands.{path.stem}"
+        for path in sorted((ROOT / "dist_ckpt" / "cli" / "commands").glob("[!_]*.py"))
+    ),
 )
-ROOT = Path(__file__).parents[3]
 
 # The program: as little of Python as can be, for it is started in the place of Python.
 _PROGRAM = """#!{python} -IS
@@ -323,16 +327,17 @@ def _prepare(modules: list[str]) -> list[str]:
     mine = {str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)}
     path = [one for one in sys.path if one not in mine]
     sys.path[:] = [str(ROOT), *path]
+    # What is there stays; to look through it would copy it into each child, and to take torch's
+    # libraries apart at a child's exit would cost 45 ms.
+    gc.disable()
     for name in modules:
         importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) > 1:
         raise RuntimeError(f"importing {modules} starts threads, which no fork would have")
-    # What is there stays; to look through it would copy it into each child, and to take torch's
-    # libraries apart at a child's exit would cost 45 ms.
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         finalizer.atexit = False
-    gc.collect()
     gc.freeze()
+    gc.enable()
     return path
 
 

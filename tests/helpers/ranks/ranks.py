@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import atexit
 import functools
+import gc
 import importlib
 import os
 import selectors
@@ -348,6 +349,7 @@ def _run(request: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     num_threads = len(os.listdir("/proc/self/task")) if Path("/proc/self/task").exists() else 1
     if num_threads > 1:
         raise RuntimeError(f"importing {request['module']} starts threads; it must not")
+    gc.freeze()  # what was imported stays: no rank looks through it
     launcher = 0
     if request["store"] == "launcher":
         launcher = _fork(lambda: _serve_store(dist, folder))
