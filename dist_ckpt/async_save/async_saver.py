@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self, get_args
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 from torch.distributed import ProcessGroup
 
@@ -16,9 +16,10 @@ from dist_ckpt.async_save.memory_restore import restore_together
 from dist_ckpt.async_save.snapshots.job_folder import check_job, make_job_name, make_root_id
 from dist_ckpt.async_save.trainer.background_save import save_in_background
 from dist_ckpt.async_save.trainer.job import Job
-from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, WhenBusy, check_savers
+from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, WhenBusy
 from dist_ckpt.async_save.trainer.writer_handle import SaveHandle
 from dist_ckpt.async_save.writer.messages import Hello
+from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.incarnations import IncarnationHistory
@@ -53,7 +54,7 @@ class SaverOptions:
     def check(self) -> None:
         """Raise TypeError or ValueError for invalid options."""
         if self.root is not None:
-            self.open_root()
+            open_root(self.root)
         if self.job is not None:
             check_job(self.job)
         if self.when_busy not in get_args(WhenBusy):
@@ -67,7 +68,7 @@ class SaverOptions:
     def saver_info(self) -> SaverInfo:
         """Return the options that must be equal on all ranks."""
         # Without the job id of a root: the device number of a file system differs between hosts.
-        root = None if self.root is None or self.job is not None else self.open_root()[1]
+        root = None if self.root is None or self.job is not None else open_root(self.root)[1]
         return SaverInfo(self.job, root, self.when_busy)
 
     def make_root_id(self) -> str | None:
@@ -75,17 +76,17 @@ class SaverOptions:
         if self.root is None:
             return None
         if self.job is not None:
-            check_upgraded(*self.open_root())
+            check_upgraded(*open_root(self.root))
             return None
-        return make_root_id(*self.open_root())
+        return make_root_id(*open_root(self.root))
 
-    def open_root(self) -> tuple[Storage, str]:
-        """Return the storage and the path of `root`, which must be set."""
-        assert self.root is not None
-        try:
-            return open_storage(self.root)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"root={self.root!r}: {error}") from None
+
+def open_root(root: Any) -> tuple[Storage, str]:
+    """Return the storage and the path of a root. An error names the argument `root`."""
+    try:
+        return open_storage(root)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"root={root!r}: {error}") from None
 
 
 class AsyncSaver:
@@ -358,10 +359,12 @@ class AsyncSaver:
             options.check()
             savers = comparing.gather(options.saver_info())
             if savers is not None:
-                check_savers("AsyncSaver", savers)
+                check_equal_on_all_ranks("AsyncSaver", savers)
                 comparing.decide(options.make_root_id() or "")
         self._root_id = root_id = comparing.result(str) or None
-        name = options.job if root_id is None else make_job_name(options.open_root()[1], root_id)
+        name = options.job
+        if root_id is not None:
+            name = make_job_name(open_root(options.root)[1], root_id)
         if name is None:  # the path of the first save decides it
             return
         try:

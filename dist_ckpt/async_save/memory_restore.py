@@ -18,8 +18,9 @@ from dist_ckpt.async_save.snapshots.recovered_snapshots import (
     make_uncommitted_source,
     open_saves,
 )
-from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, check_savers
+from dist_ckpt.async_save.trainer.start_handshake import SaverInfo
 from dist_ckpt.core.checkpoint.opener import NOTHING_IN_MEMORY, MemorySource
+from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.commit.receipts import (
@@ -158,7 +159,7 @@ class _MemoryRestore:
             with channel.exchange("settled") as settling:
                 savers = settling.gather(self.saver)
                 if savers is not None:
-                    check_savers("AsyncSaver.restore", savers)
+                    check_equal_on_all_ranks("AsyncSaver.restore", savers)
             with channel.exchange("snapshots") as choosing:
                 saves, report = self._read_host()
                 reports = choosing.gather(report)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dist_ckpt.async_save.async_saver import open_root
 from dist_ckpt.checkpointer.save_policy import SavePolicy
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 from dist_ckpt.core.format.index.model_description import check_description
@@ -15,7 +16,6 @@ from dist_ckpt.core.planning.selection import parse_patterns
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.saving.attachments import Attachments
-from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import LEAST_POSITIVE, check_flag, check_number, check_whole
 from dist_ckpt.runs.retention_policy import RetentionPolicy
 
@@ -126,17 +126,10 @@ class RunOptions:
         wanted = f"a number of seconds above 0, up to {_MAX_STOP_S:g}"
         check_number("stop_within_s", self.stop_within_s, wanted, LEAST_POSITIVE, _MAX_STOP_S)
 
-    def storage_root(self) -> str:
-        """Return the root as the storage names it."""
-        try:
-            return open_storage(self.root)[1]
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"root={self.root!r}: {error}") from None
-
     def run_arguments(self) -> RunArguments:
         """Return the options that must be equal on all ranks."""
         return RunArguments(
-            root=self.storage_root(),
+            root=open_root(self.root)[1],
             save=str(self.save),
             keep="" if self.keep is None else str(self.keep),
             init="" if self.init is None else sources_text(self.init),

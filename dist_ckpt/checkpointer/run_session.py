@@ -15,7 +15,7 @@ from math import inf
 
 from torch.distributed import ProcessGroup
 
-from dist_ckpt.async_save.async_saver import AsyncSaver
+from dist_ckpt.async_save.async_saver import AsyncSaver, open_root
 from dist_ckpt.async_save.trainer.writer_handle import SaveHandle
 from dist_ckpt.checkpointer.barrier_rounds import (
     BarrierMember,
@@ -23,7 +23,7 @@ from dist_ckpt.checkpointer.barrier_rounds import (
     BarrierRounds,
     Boundary,
 )
-from dist_ckpt.checkpointer.checkpointer_options import RunArguments, RunOptions
+from dist_ckpt.checkpointer.checkpointer_options import RunOptions
 from dist_ckpt.checkpointer.maintenance import MaintenanceThread
 from dist_ckpt.checkpointer.rank_requests import ExternalRequests, RankRequests, Signals
 from dist_ckpt.checkpointer.resume import FOLDER, Resume, Resumed
@@ -429,12 +429,12 @@ def open_run_session(
         with session.operation("Checkpointer"), channel.exchange("run options") as opening:
             check_only_one()
             options.check()
-            root = options.storage_root()
+            root = open_root(options.root)[1]
             names = () if options.read_only else options.save.signals
             signals = Signals(names, is_default=options.save is DEFAULT_SAVE)
             gathered = opening.gather(options.run_arguments())
             if gathered is not None:
-                check_equal_on_all_ranks("Checkpointer", gathered, RunArguments.__struct_fields__)
+                check_equal_on_all_ranks("Checkpointer", gathered)
                 opening.decide(secrets.token_hex(8))
         is_async = options.background and not options.read_only
         saver = AsyncSaver(root, group=group) if is_async else None

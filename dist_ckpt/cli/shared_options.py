@@ -117,12 +117,9 @@ overwrite = click.option(
 
 def repeatable_option(*names: str, **attributes: Any) -> Callable[[_Command], _Command]:
     """Return a decorator that adds a repeatable option. Without it the value is None."""
-    return click.option(*names, multiple=True, callback=_none_if_empty, **attributes)
-
-
-def _none_if_empty(_ctx: click.Context, _param: click.Parameter, values: tuple[Any, ...]) -> Any:
-    """Return the values of a repeatable option, or None if it is not used. Called by click."""
-    return values or None
+    return click.option(
+        *names, multiple=True, callback=lambda _, __, values: values or None, **attributes
+    )
 
 
 def selection(command: _Command) -> _Command:

@@ -32,6 +32,7 @@ from dist_ckpt.integrations.adapter_state import (
     check_extra_state,
     check_num_batches,
     check_on_reshard,
+    refuse_other_ranks,
     set_sources,
 )
 from dist_ckpt.runs.prune import delete
@@ -247,7 +248,7 @@ class AcceleratedRun:
         if self._resume_generators is None:
             if self._order is not None:  # as after the epochs before
                 set_sources([loader], self._order)
-            self._order, self._num_batches = _capture_order(loader), count
+            self._order, self._num_batches = capture_sources([loader]), count
             return iter(loader)
         check_num_batches(self._batches, self._num_batches, count)
         assert self._order is not None, "saved within an epoch"
@@ -319,7 +320,7 @@ class AcceleratedRun:
         }
         order = self._order
         if not self._batches:  # between epochs
-            order = None if self._loader is None else _capture_order(self._loader)
+            order = None if self._loader is None else capture_sources([self._loader])
         data = PerRank(order, on_reshard="drop")
         return {**self._template(), "position": position, "data": data}
 
@@ -333,18 +334,10 @@ class AcceleratedRun:
         elif not self._batches:
             return
         elif self._on_reshard == "error":
-            raise IncompatibleError(
-                f"saved after batch {self._batches} of epoch {self._epoch} by "
-                f"{position['world_size']} ranks, but {self._accelerator.num_processes} train now: "
-                f"batches would be lost or repeated. Restart the epoch with "
-                f'AcceleratedRun(..., on_reshard="drop"), or train on as many ranks as before'
-            )
+            then, now = position["world_size"], self._accelerator.num_processes
+            refuse_other_ranks("AcceleratedRun", self._batches, then, now)
         else:
             self._batches = 0
-
-
-def _capture_order(loader: Any) -> dict[str, Any]:
-    return {"rng": RNG().capture(), **capture_sources([loader])}
 
 
 def attach(accelerator: accelerate.Accelerator) -> None:

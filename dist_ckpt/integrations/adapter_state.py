@@ -7,12 +7,13 @@ that differ cannot be saved. So the buffers are broadcast before a save, as DDP 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup, broadcast
 
+from dist_ckpt.core.state.wrappers import RNG
 from dist_ckpt.errors import IncompatibleError
 
 
@@ -29,6 +30,15 @@ def check_on_reshard(on_reshard: str) -> None:
     """Raise ValueError for an unknown value of `on_reshard`."""
     if on_reshard not in ("error", "drop"):
         raise ValueError(f'`on_reshard` is {on_reshard!r}: give "error" or "drop"')
+
+
+def refuse_other_ranks(adapter: str, batches: int, then: int, now: int) -> Never:
+    """Raise IncompatibleError for a save within an epoch by another number of ranks."""
+    raise IncompatibleError(
+        f"saved after batch {batches} of an epoch by {then} ranks, but {now} train now: batches "
+        f'would be lost or repeated. Restart the epoch with {adapter}(..., on_reshard="drop"), or '
+        f"train with {then} ranks"
+    )
 
 
 def check_num_batches(done: int, then: int | None, now: int | None) -> None:
@@ -56,9 +66,13 @@ def broadcast_inner_buffers(
 
 
 def capture_sources(loaders: Iterable[Any]) -> dict[str, Any]:
-    """Return the generator states and seeds for the next order of loaders, as plain data."""
+    """Return the generator states and seeds for the next order of loaders, as plain data.
+
+    "rng" are the global generators, which `set_sources` does not set.
+    """
     loaders = list(loaders)
     return {
+        "rng": RNG().capture(),
         "generators": [bytes(item.get_state().tolist()) for item in _generators(loaders)],
         "seeds": [item.initial_seed for item in _seeded(loaders)],
     }

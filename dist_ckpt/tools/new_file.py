@@ -93,7 +93,9 @@ def check_parent(file_path: str) -> None:
 def check_outside(source: str, target: str) -> None:
     """Raise ValueError if the target is the source, or inside it. Pass paths without links."""
     if target == source or target.startswith(f"{source}/"):
-        raise ValueError(f"{target} is the source, or inside the source: use another path")
+        raise ValueError(
+            f"the target {target} is the source, or inside the source {source}: give another target"
+        )
 
 
 def checked_file_path(path: object) -> str:

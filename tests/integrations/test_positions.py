@@ -51,7 +51,7 @@ def test_a_fit_on_other_ranks_is_refused_in_the_midst_of_an_epoch() -> None:
     whole = {"world_size": 2, "batches": 3, "num_batches": 6}
     loops = {"epoch_progress": {"total": dict(counts), "current": dict(counts)}}
     position = FitPosition(SimpleNamespace(world_size=3), lambda *, is_over: None)
-    with pytest.raises(dc.IncompatibleError, match=r"after batch 3 .* 2 ranks, and now 3 train"):
+    with pytest.raises(dc.IncompatibleError, match=r"after batch 3 .* 2 ranks, but 3 train now"):
         position.resume_from(whole, None, loops, can_restart=False)
     assert loops["epoch_progress"]["total"] == counts
     position.resume_from(whole, None, loops, can_restart=True)

@@ -248,14 +248,14 @@ def two(tmp_path: Path) -> list[Path]:
     [
         ({"weights": [1.0]}, "1 weights for 2 checkpoints"),
         ({"weights": [1.0, -1.0]}, "sum to 0"),
-        ({"weights": [1.0, float("nan")]}, "weights has nan"),
+        ({"weights": [1.0, float("nan")]}, "weights=nan: give finite numbers"),
         ({"weights": [1.0, 10**400]}, "give finite numbers"),
         ({"weights": [1e308, -1e308]}, "sum to 0"),
-        ({"weights": [1.0, "2"]}, "'2' is not a number"),
+        ({"weights": [1.0, "2"]}, "weights='2': give finite numbers"),
         ({"weights": 2}, "give a list of numbers"),
         ({"weights": [1, 2], "decay": 0.5}, "either weights= or decay="),
         ({"decay": 1.0}, "decay=1.0: give a number above 0 and below 1"),
-        ({"decay": float("nan")}, "decay has nan"),
+        ({"decay": float("nan")}, "decay=nan: give a number above 0"),
         ({"last": 2}, "give its folder, not a list"),
         ({"min": "loss"}, "give best=n too"),
         ({"include": "v.*"}, r"floating-point tensors of .*/2: include: 'v\.\*' matches no"),
@@ -306,8 +306,8 @@ def test_sources_that_make_no_average_are_refused(two, tmp_path):
 def test_a_target_that_would_harm_a_source_or_a_run_is_refused(two, tmp_path):
     run_of(tmp_path / "run", [1, 2])
     for sources, target, options, told in (
-        (two, "2", {"overwrite": True}, "is a source"),
-        (two, "1/inner", {}, "is inside the source"),
+        (two, "2", {"overwrite": True}, "2 is the source, or inside"),
+        (two, "1/inner", {}, "inner is .* inside the source .*1: give"),
         (two, "", {}, "is inside the target"),
         (tmp_path / "run", "run/mean", {"last": 2}, "would resume from the average"),
     ):

@@ -44,11 +44,6 @@ class SaverInfo(Message, frozen=True):
     when_busy: WhenBusy
 
 
-def check_savers(call: str, savers: Sequence[SaverInfo]) -> None:
-    """Raise ValueError if the ranks call a method of different savers."""
-    check_equal_on_all_ranks(call, savers, SaverInfo.__struct_fields__)
-
-
 class _WriterState(Message, frozen=True):
     """The state of one rank's writer.
 
@@ -149,7 +144,7 @@ def _is_busy(writer: WriterHandle) -> bool:
 
 def _decide_start(states: Sequence[_WriterState], writer: WriterHandle) -> StartDecision:
     """Decide how the save begins. `writer` is the coordinator's: it may start a store."""
-    check_savers("AsyncSaver.save", [state.saver for state in states])
+    check_equal_on_all_ranks("AsyncSaver.save", [state.saver for state in states])
     committed = {snapshot for state in states for snapshot in state.committed}
     failed = _merge_failures(states, committed)
     is_busy = any(state.is_busy for state in states)

@@ -104,7 +104,7 @@ def _make_model(
             request = _BuildRequest(storage_path, tuple(sorted(table)), component)
             gathered = describing.gather(request)
             if gathered is not None:
-                check_equal_on_all_ranks("build", gathered, _BuildRequest.__struct_fields__)
+                check_equal_on_all_ranks("build", gathered)
                 describing.decide(_describe(storage, gathered[0], opener, leases))
         description = describing.result(_ModelDescription)
         with session.channel.exchange("make"):

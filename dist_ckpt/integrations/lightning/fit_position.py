@@ -11,8 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from dist_ckpt.core.state.wrappers import RNG
-from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.integrations.adapter_state import capture_sources, check_num_batches, set_sources
+from dist_ckpt.integrations.adapter_state import (
+    capture_sources,
+    check_num_batches,
+    refuse_other_ranks,
+    set_sources,
+)
 
 
 class AtBoundary(Protocol):
@@ -79,12 +83,8 @@ class FitPosition:
         self._num_batches = common["num_batches"]
         if num_ranks != self._trainer.world_size:
             if batches and not can_restart:
-                raise IncompatibleError(
-                    f"saved after batch {batches} of an epoch with {num_ranks} ranks, and now "
-                    f"{self._trainer.world_size} train: batches would be lost or repeated. Restart "
-                    f'the epoch with LightningCheckpoint(..., on_reshard="drop"), or train with '
-                    f"{num_ranks} ranks"
-                )
+                now = self._trainer.world_size
+                refuse_other_ranks("LightningCheckpoint", batches, num_ranks, now)
             if batches:
                 # Remove the incomplete epoch from the counts; the number of steps stays.
                 self._skip = 0
@@ -132,7 +132,7 @@ class FitPosition:
         original()
 
     def _current_order(self) -> dict[str, Any]:
-        return {"rng": RNG().capture(), **capture_sources(self._loaders())}
+        return capture_sources(self._loaders())
 
     def _loaders(self) -> list[Any]:
         loader = self._trainer.fit_loop._combined_loader

@@ -255,7 +255,7 @@ def _agree(
         request = _AverageRequest(tuple(path for _, path in sources), target[1], repr(call.options))
         gathered = agreeing.gather(request)
         if gathered is not None:
-            check_equal_on_all_ranks("average", gathered, _AverageRequest.__struct_fields__)
+            check_equal_on_all_ranks("average", gathered)
             if chosen:
                 lease_sources(chosen, leases)
             else:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from math import frexp, fsum, ldexp
+from math import frexp, fsum, ldexp, nextafter
 
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.commit.records.leases import leased, renewed_lease
@@ -17,11 +17,10 @@ from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.core.storage import Storage, real_path
-from dist_ckpt.errors import NotFoundError, StorageError, check_flag
+from dist_ckpt.errors import LEAST_POSITIVE, NotFoundError, StorageError, check_flag, check_number
 from dist_ckpt.runs import selectors
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
-
-_MOST = sys.float_info.max
+from dist_ckpt.tools.new_file import check_outside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,27 +72,16 @@ class AverageOptions:
         if self.weights is not None and self.decay is not None:
             raise ValueError("give either weights= or decay=")
         if self.decay is not None:
-            _check_number(self.decay, "decay")
-            if not 0 < self.decay < 1:
-                raise ValueError(
-                    f"decay={self.decay}: give a number above 0 and below 1, or leave it out for a "
-                    f"uniform average"
-                )
+            wanted = "a number above 0 and below 1, or leave it out for a uniform average"
+            check_number("decay", self.decay, wanted, LEAST_POSITIVE, nextafter(1, 0))
         if self.weights is None:
             return
         if isinstance(self.weights, str) or not isinstance(self.weights, Sequence):
             raise TypeError(f"weights={self.weights!r}: give a list of numbers")
         for weight in self.weights:
-            _check_number(weight, "weights")
+            check_number("weights", weight, "finite numbers", -sys.float_info.max)
         if fsum(_scale_weights(self.weights)) == 0:
             raise ValueError("the weights sum to 0: give others")
-
-
-def _check_number(value: object, name: str) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise TypeError(f"{name}: {value!r} is not a number")
-    if not -_MOST <= value <= _MOST:
-        raise ValueError(f"{name} has {value}: give finite numbers")
 
 
 def _scale_weights(weights: Sequence[float]) -> tuple[float, ...]:
@@ -211,12 +199,7 @@ def _check_target(
     real = real_path(target)
     for source in chosen:
         real_source = real_path(source.path)
-        if real == real_source:
-            raise ValueError(f"the target {target} is a source: give another target")
-        if real.startswith(f"{real_source}/"):
-            raise ValueError(
-                f"the target {target} is inside the source {source.path}: give another"
-            )
+        check_outside(real_source, real)
         if real_source.startswith(f"{real}/"):
             raise ValueError(
                 f"the source {source.path} is inside the target {target}: give another"

@@ -8,7 +8,6 @@ import shutil
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from math import inf
 
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.format.filenames import Attempt
@@ -16,7 +15,7 @@ from dist_ckpt.core.planning.save.save_planner import stored_nbytes
 from dist_ckpt.core.planning.sharding_config import plan_reshard
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.default_opener import OPENER
-from dist_ckpt.errors import StorageError
+from dist_ckpt.errors import LEAST_POSITIVE, StorageError, check_number, check_whole
 from dist_ckpt.runs.policy_text import parse_rules
 from dist_ckpt.runs.retention_policy import Candidate, RetentionPolicy
 from dist_ckpt.tools.rewrite.reshard import even_sharding
@@ -124,11 +123,11 @@ def _count_saves(
     if (steps is None) != (save_every is None):
         raise ValueError("steps and save_every go together: give both (--steps, --save-every)")
     for name, value in (("steps", steps), ("save_every", save_every)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{name}={value!r}: give a whole number, 1 or more")
+        if value is not None:
+            check_whole(name, value, 1)
     for name, number in (("step_s", step_s), ("rate", rate)):
-        if number is not None and (isinstance(number, bool | str) or not 0 < number < inf):
-            raise ValueError(f"{name}={number!r}: give a number above 0")
+        if number is not None:
+            check_number(name, number, "a number above 0", LEAST_POSITIVE)
     num_saves = 1 if steps is None or save_every is None else steps // save_every
     if not 1 <= num_saves <= MAX_SAVES:
         raise ValueError(

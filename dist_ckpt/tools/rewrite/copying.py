@@ -28,6 +28,7 @@ from dist_ckpt.interop.registry import open_foreign
 from dist_ckpt.reports import Phases, Progress, SaveReport
 from dist_ckpt.runs.listing import metrics_by_checkpoint, put_metrics
 from dist_ckpt.runs.selectors import open_resolved
+from dist_ckpt.tools.new_file import check_outside
 from dist_ckpt.tools.rewrite.write_plan import WritePlan, paths_to_replace
 
 _log = logging.getLogger("dist_ckpt")
@@ -74,10 +75,7 @@ def plan_copy(
             f"{source_path} was written by another system: copy its files, or convert it with "
             f"`dist-ckpt import`"
         )
-    if source_path == path:
-        raise ValueError(f"source and target are both {source_path}: give another target")
-    if path.startswith(f"{source_path}/"):
-        raise ValueError(f"the target {path} is inside the source: give another target")
+    check_outside(source_path, path)
     counting = CountingStorage(storage)
     opened = OpenCheckpoint.at(counting, source_path)
 

@@ -180,10 +180,13 @@ def fits_exchange(nbytes: int, world_size: int) -> bool:
 
 
 def check_equal_on_all_ranks(
-    operation: str, requests: Sequence[Message], names: Sequence[str]
+    operation: str, requests: Sequence[Message], names: Sequence[str] = ()
 ) -> None:
-    """Raise ValueError with the ranks and their values if ranks pass different arguments."""
-    for name in names:
+    """Raise ValueError with the ranks and their values if ranks pass different arguments.
+
+    `names` are the fields to compare, by default all.
+    """
+    for name in names or requests[0].__struct_fields__:
         values = ranks_by_value(getattr(request, name) for request in requests)
         if len(values) > 1:
             differing = "; ".join(f"{ranks_text(of)}: {value!r}" for value, of in values.items())
