@@ -19,20 +19,17 @@ from dist_ckpt.async_save.snapshots.recovered_snapshots import (
     open_saves,
 )
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo
+from dist_ckpt.async_save.writer.staged_save import index_fields
 from dist_ckpt.core.checkpoint.opener import NOTHING_IN_MEMORY, MemorySource
 from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.commit.receipts import (
-    build_attached_table,
-    build_file_tables,
-    find_unequal_groups,
-)
+from dist_ckpt.core.commit.receipts import find_unequal_groups
 from dist_ckpt.core.commit.records.incarnations import IncarnationHistory, read_history
 from dist_ckpt.core.commit.transaction import RankWriteResult
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.index import index_json
-from dist_ckpt.core.format.index.index import MAX_STEP, Index
+from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.runtime import typed_msgpack
@@ -351,18 +348,5 @@ def rebuild_index(save: RecoveredSave, attempt: str) -> bytes:
     if find_unequal_groups(receipts):
         raise errors.StorageError("its ranks hold different values under the same name")
     catalog = build_plan(first.inventories, save.identity.world_size).catalog
-    files, objects = build_file_tables(catalog, receipts)
-    return index_json.encode(
-        Index(
-            attempt=attempt,
-            save=save.identity.id,
-            step=save.identity.step,
-            catalog=catalog,
-            files=files,
-            objects=objects,
-            attached=build_attached_table(receipts),
-            metadata=first.mirrored,
-            saved_by=first.saved_by,
-            saved_at=first.began_at,
-        )
-    )
+    fields = index_fields(sealed[0].snapshot, first)
+    return index_json.encode(fields.build_index(attempt, catalog, receipts))

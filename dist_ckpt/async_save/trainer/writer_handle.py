@@ -399,22 +399,15 @@ def first_error(errors: Sequence[Exception]) -> Exception:
     return first
 
 
+@dataclass(eq=False, repr=False)
 class SaveHandle:
     """A background save. Threads may share it. Its methods are local: no other rank waits."""
 
-    def __init__(
-        self,
-        path: str,
-        step: int | None,
-        writer: WriterHandle | None = None,
-        save: BackgroundSave | None = None,
-        report: Callable[[SaveReport], SaveReport] | None = None,
-    ) -> None:
-        self.path = path
-        self.step = step
-        self._writer = writer
-        self._save = save
-        self._report = report
+    path: str
+    step: int | None
+    _writer: WriterHandle | None = None
+    _save: BackgroundSave | None = None
+    _report: Callable[[SaveReport], SaveReport] | None = None
 
     @property
     def skipped(self) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from dist_ckpt.async_save.snapshots.arena import FollowedArena
-from dist_ckpt.async_save.snapshots.arena_layout import Seal, SnapshotMetadata
+from dist_ckpt.async_save.snapshots.arena_layout import Seal, Snapshot, SnapshotMetadata
 from dist_ckpt.core.comm.collectives.collective import DistinctPayloads
 from dist_ckpt.core.commit.transaction import IndexFields
 from dist_ckpt.core.format import filenames
@@ -178,6 +178,18 @@ class _Objects(Mapping[str, bytes]):
         return len(self._images)
 
 
+def index_fields(snapshot: Snapshot, details: SnapshotMetadata) -> IndexFields:
+    """Return the fields of the index, from the trainer."""
+    return IndexFields(
+        step=snapshot.step,
+        metadata=details.mirrored,
+        saved_by=details.saved_by,
+        # The time of the state, not of the commit. A restore compares the times of saves.
+        saved_at=details.began_at,
+        save=snapshot.id,
+    )
+
+
 class StagedSave:
     """A rank's part of one save. One thread writes it, and another may seal it meanwhile.
 
@@ -205,17 +217,6 @@ class StagedSave:
         self.files = open_staged_files(followed, self.staging, plans)
         self.followed = followed
         self._is_sealed = False
-
-    def index_fields(self) -> IndexFields:
-        """Return the fields of the index, from the trainer."""
-        return IndexFields(
-            step=self.snapshot.step,
-            metadata=self.details.mirrored,
-            saved_by=self.details.saved_by,
-            # The time of the state, not of the commit. A restore compares the times of saves.
-            saved_at=self.details.began_at,
-            save=self.snapshot.id,
-        )
 
     def seal(self, attempt: str, *, threads: int, slots: BufferPool) -> None:
         """Compute the digests, and seal the snapshot when it is complete. Nothing is written.

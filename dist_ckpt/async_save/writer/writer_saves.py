@@ -21,7 +21,7 @@ from dist_ckpt.async_save.snapshots.arena import ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import UNCLAIMED
 from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS, RankFolder
 from dist_ckpt.async_save.writer.messages import Done, Hello, ProtocolError, StoreAddress, Write
-from dist_ckpt.async_save.writer.staged_save import StagedSave
+from dist_ckpt.async_save.writer.staged_save import StagedSave, index_fields
 from dist_ckpt.config import Config
 from dist_ckpt.core.checkpoint.verify import record_damage
 from dist_ckpt.core.comm.collectives.collective import DistinctPayloads
@@ -161,21 +161,19 @@ class WriterContext:
         return cached[1]
 
 
+@dataclass(eq=False)
 class WriterSave:
     """One rank's side of one save. One thread settles it, and another thread may seal it.
 
-    `arena` is the arena of the save, or the error of opening the arena.
+    `_arena` is the arena of the save, or the error of opening the arena.
     """
 
-    def __init__(
-        self, context: WriterContext, write: Write, arena: ArenaReader | CheckpointError
-    ) -> None:
-        self.write = write
-        self._arena = arena
-        self._context = context
-        self._staged: StagedSave | None = None
-        self._attempt = UNCLAIMED
-        self._saved: SavedFiles | None = None
+    _context: WriterContext
+    write: Write
+    _arena: ArenaReader | CheckpointError
+    _staged: StagedSave | None = None
+    _attempt: str = UNCLAIMED
+    _saved: SavedFiles | None = None
 
     def settle(self) -> Done:
         """Write the save, and commit it together with the other writers.
@@ -206,7 +204,7 @@ class WriterSave:
                 with phases.phase("write"):
                     decision = transaction.commit(
                         staged.encoded_catalog,
-                        staged.index_fields(),
+                        index_fields(staged.snapshot, staged.details),
                         partial(self._write, storage, staged),
                     )
                 staged.followed.mark_committed()

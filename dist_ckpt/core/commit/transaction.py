@@ -31,7 +31,7 @@ from dist_ckpt.core.commit.receipts import (
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.filenames import Attempt
-from dist_ckpt.core.format.index.index import Index
+from dist_ckpt.core.format.index.index import Catalog, Index
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.planning.plan import FileReceipt, Receipt, ReplicaDigests
@@ -63,6 +63,25 @@ class IndexFields:
     saved_by: Mapping[str, str]
     saved_at: float | None = None
     save: str = field(default_factory=partial(secrets.token_hex, 16))
+
+    def build_index(self, attempt: str, catalog: Catalog, receipts: Sequence[Receipt]) -> Index:
+        """Return the index of an attempt. StorageError if a receipt does not follow from the plan.
+
+        `receipts` are those of the ranks of the checkpoint, in rank order.
+        """
+        files, objects = build_file_tables(catalog, receipts)
+        return Index(
+            attempt=attempt,
+            save=self.save,
+            step=self.step,
+            catalog=catalog,
+            files=files,
+            objects=objects,
+            attached=build_attached_table(receipts),
+            metadata=self.metadata,
+            saved_by=self.saved_by,
+            saved_at=time.time() if self.saved_at is None else self.saved_at,
+        )
 
 
 class CommitDecision(Message, frozen=True):
@@ -251,22 +270,10 @@ class Transaction:
         """Check the receipts and the files, commit, and answer. Coordinator only."""
         assert self._claim is not None
         storage = self.storage
-        files, objects = build_file_tables(encoded_catalog.catalog, by_rank())
         commit_protocol.check_files(
             storage, self.folder, file_sizes(receipts), timeout_s=self._config.visibility_timeout_s
         )
-        index = Index(
-            attempt=self.attempt.name,
-            save=fields.save,
-            step=fields.step,
-            catalog=encoded_catalog.catalog,
-            files=files,
-            objects=objects,
-            attached=build_attached_table(receipts),
-            metadata=fields.metadata,
-            saved_by=fields.saved_by,
-            saved_at=time.time() if fields.saved_at is None else fields.saved_at,
-        )
+        index = fields.build_index(self.attempt.name, encoded_catalog.catalog, by_rank())
         slowest_rank, slowest_s = find_slowest([receipt.seconds for receipt in receipts])
         linked = reduce(IoCount.plus_all, (IoCount(*receipt.linked) for receipt in receipts))
         decision = _build_decision(index, slowest_rank, slowest_s, linked)
