@@ -254,6 +254,12 @@ class MaintenanceThread:
         except CheckpointError as error:
             _log.warning("%s is not pruned now: %s", self._root, error)
         else:
+            for damaged in (checkpoint for checkpoint, _ in decisions if checkpoint.damage):
+                self._warn_once(
+                    damaged.path,
+                    f"{damaged.path} is damaged, and is not pruned: remove it by "
+                    f"`dist-ckpt prune --damaged`: {damaged.damage}",
+                )
             known = {name for checkpoint, _ in decisions for name in checkpoint.metrics}
             unknown = find_metric_names(keep) - known if len(self._saved) > FEW_SAVES else ()
             for name in unknown:

@@ -385,6 +385,17 @@ def test_one_that_is_recorded_as_damaged_is_not_tried_while_there_is_another(
     assert "step-00000003 is damaged" in why(tmp_path)
 
 
+def test_keep_neither_counts_nor_removes_a_damaged_one_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path, 3)
+    damage(tmp_path, 2)
+    dc.verify(tmp_path / "step-00000002")
+    run(tmp_path, 6, keep=dc.keep.last(2))
+    assert [info.step for info in dc.checkpoints(tmp_path)] == [2, 3, 5, 6]  # 3 was read in full
+    assert caplog.text.count("step-00000002 is damaged, and is not pruned") == 1
+
+
 def test_where_all_are_recorded_as_damaged_they_are_tried(tmp_path: Path) -> None:
     run(tmp_path, 2)
     for step in (2, 1):

@@ -91,9 +91,9 @@ def _document(facts: Mapping[str, Any]) -> RunReport | DamagedReport:
 
 def _summary(report: RunReport | DamagedReport) -> str:
     if isinstance(report, RunReport):
-        by_check = " by a quick check" if report.check == "quick" else ""
-        is_said = report.check != "none" or report.num_damaged
-        checked = f", {report.num_damaged} damaged{by_check}" if is_said else ""
+        by_check = " by a quick check" if report.check == "quick" and not report.num_damaged else ""
+        is_known = report.check != "none" or report.num_damaged
+        checked = f", {report.num_damaged} damaged{by_check}" if is_known else ""
         num_failed = sum(row.has_failed for row in report.checkpoints)
         failed = f", {num_failed} could not be checked" if num_failed else ""
         return f"{format_count(report.num_checkpoints, 'checkpoint')}{checked}{failed}"
