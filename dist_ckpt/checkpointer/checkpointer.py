@@ -22,7 +22,7 @@ from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.saving.attachments import Attachments
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.errors import check_whole
-from dist_ckpt.runs.listing import parse_metrics
+from dist_ckpt.runs.metrics import parse_metrics
 from dist_ckpt.runs.retention_policy import RetentionPolicy
 
 _log = logging.getLogger("dist_ckpt")

@@ -23,7 +23,8 @@ from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError, ConflictError, StorageError
 from dist_ckpt.reports import SaveReport
-from dist_ckpt.runs.listing import list_run, put_metrics, put_saved
+from dist_ckpt.runs.listing import list_run
+from dist_ckpt.runs.metrics import put_metrics, put_saved
 from dist_ckpt.runs.prune import find_metric_names, prune
 from dist_ckpt.runs.run import is_complete
 

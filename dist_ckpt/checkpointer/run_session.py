@@ -25,9 +25,10 @@ from dist_ckpt.checkpointer.barrier_rounds import (
 )
 from dist_ckpt.checkpointer.checkpointer_options import RunOptions
 from dist_ckpt.checkpointer.maintenance import MaintenanceThread
-from dist_ckpt.checkpointer.rank_requests import ExternalRequests, RankRequests, Signals
+from dist_ckpt.checkpointer.rank_requests import ExternalRequests, RankRequests
 from dist_ckpt.checkpointer.resume import FOLDER, Resume, Resumed
 from dist_ckpt.checkpointer.save_policy import DEFAULT_SAVE
+from dist_ckpt.checkpointer.signals import Signals
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, check_equal_on_all_ranks
 from dist_ckpt.core.comm.messages import Failure, build_error
 from dist_ckpt.core.comm.process_group import session_of

@@ -1,47 +1,39 @@
-"""List a run's folder: its checkpoints, each with its annotations. Add metrics and save times.
+"""List a run's folder: its checkpoints, each with its annotations.
 
-    metrics   {"val/loss": 0.25}    numbers; "nan", "inf" and "-inf" as text
-    saved     {"write_s": 1.5}      the seconds of the save's phases, and more: see `put_saved`
-
-Pins, tags and leases, which protect a checkpoint, are in `commit/records/protections.py`; the
-results of checks in `commit/records/checks.py`.
+Metrics and save times are in `metrics.py`. Pins, tags and leases, which protect a checkpoint, are
+in `commit/records/protections.py`; the results of checks in `commit/records/checks.py`.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import re
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from math import isfinite
 from typing import TYPE_CHECKING
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.commit.records.checks import newest_checks
 from dist_ckpt.core.commit.records.incarnations import IncarnationHistory, read_history
-from dist_ckpt.core.commit.records.protections import CheckpointKey, newest_values, protections_of
+from dist_ckpt.core.commit.records.protections import CheckpointKey, protections_of
 from dist_ckpt.core.commit.records.record_store import (
     StoredAnnotation,
     find_old_folders,
-    new_annotation,
     old_folders_in,
-    put_annotation,
     read_annotations,
     warn_of_old,
 )
 from dist_ckpt.core.format.filenames import RESERVED_NAMES, Attempt, parse_attempt
 from dist_ckpt.core.format.index.model_description import kind_of
-from dist_ckpt.core.format.strict_json import Json, Scalar
+from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.core.runtime.public_names import refuse_old_attributes
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.storage import Entry, Storage, open_storage
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
-from dist_ckpt.reports import SaveReport
+from dist_ckpt.runs.metrics import metrics_by_checkpoint
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -256,112 +248,3 @@ def _read_checkpoint(storage: Storage, path: str) -> RunCheckpoint | None:
         save_id=index.save,
         is_being_replaced=numbered[-1] > attempt,
     )
-
-
-METRICS, SAVED = "metrics", "saved"
-
-# Trainers log the speed of an evaluation with its metrics: `eval_runtime` of Hugging Face.
-_SPEED = re.compile(
-    r"(.*[_/])?(runtime|\w+_per_second|total_flos|\w+_(preparation|compilation)_time)"
-)
-_STALLED, _SLOWEST, _SLOWEST_RANK = "stalled_s", "slowest_s", "slowest_rank"
-
-# The phases of a background save during which the training waits.
-_STALLING = frozenset({"ready", "agree", "stage"})
-
-
-@dataclass(frozen=True, slots=True)
-class SaveTimes:
-    """The duration of a save in seconds, by phases of rank 0.
-
-    `stalled_s` is the time for which the training waited on rank 0. `slowest_s` is the time that
-    rank `slowest_rank` took to write its files. Unknown fields are None.
-    """
-
-    seconds: Mapping[str, float]
-    stalled_s: float | None
-    slowest_rank: int | None
-    slowest_s: float | None
-
-
-def metrics_by_checkpoint(
-    annotations: Iterable[StoredAnnotation],
-) -> Mapping[CheckpointKey, Mapping[str, float]]:
-    """Return the newest metrics of each checkpoint. Pure."""
-    metrics: dict[CheckpointKey, dict[str, float]] = defaultdict(dict)
-    for (where, name), (value, _) in newest_values(annotations, METRICS).items():
-        if (number := _parse_number(value)) is not None:
-            metrics[where][name] = number
-    return metrics
-
-
-def is_speed(metric: str) -> bool:
-    """Return True for the name of a metric that a trainer adds, and that measures only speed."""
-    return _SPEED.fullmatch(metric) is not None
-
-
-def put_metrics(
-    storage: Storage, root: str, where: CheckpointKey, values: Mapping[str, float]
-) -> None:
-    """Add metrics to a checkpoint; durable on return. The last value of a name counts.
-
-    ValueError or TypeError for a bad name or number.
-    """
-    numbers = parse_metrics(values)
-    as_json = {name: of if isfinite(of) else str(of) for name, of in numbers.items()}
-    put_annotation(storage, root, new_annotation(*where, METRICS, as_json))
-
-
-def put_saved(storage: Storage, root: str, where: CheckpointKey, report: SaveReport) -> None:
-    """Record the duration of a save of a run; durable on return."""
-    # The training waits for all phases of a foreground save.
-    stalling = _STALLING if "stage" in report.seconds else report.seconds.keys()
-    values: dict[str, Scalar] = {
-        f"{phase.replace(' ', '_')}_s": round(took, 4) for phase, took in report.seconds.items()
-    }
-    stalled_s = sum(report.seconds[phase] for phase in stalling & report.seconds.keys())
-    values |= {_STALLED: round(stalled_s, 4), _SLOWEST: round(report.slowest_s, 4)}
-    values[_SLOWEST_RANK] = report.slowest_rank
-    put_annotation(storage, root, new_annotation(*where, SAVED, values))
-
-
-def save_times(annotations: Iterable[StoredAnnotation]) -> dict[CheckpointKey, SaveTimes]:
-    """Return the durations of saves, for the checkpoints that have this annotation. Pure."""
-    values: dict[CheckpointKey, dict[str, float]] = defaultdict(dict)
-    for (where, name), (value, _) in newest_values(annotations, SAVED).items():
-        number = _parse_number(value)
-        if number is not None and isfinite(number) and number >= 0:
-            values[where][name] = number
-    times = {}
-    for where, saved in values.items():
-        stalled_s, slowest_s = saved.pop(_STALLED, None), saved.pop(_SLOWEST, None)
-        rank = saved.get(_SLOWEST_RANK)
-        phases = [name for name in saved if name.endswith("_s")]
-        seconds = {name.removesuffix("_s").replace("_", " "): saved[name] for name in phases}
-        times[where] = SaveTimes(seconds, stalled_s, None if rank is None else int(rank), slowest_s)
-    return times
-
-
-def parse_metrics(values: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics as numbers. TypeError or ValueError for a bad name or number."""
-    numbers = {}
-    for name, value in values.items():
-        if not isinstance(name, str) or not name:
-            raise TypeError(f"{name!r} is not the name of a metric: give a text")
-        try:
-            name.encode()
-        except UnicodeError as error:
-            raise ValueError(f"{name!r} is not the name of a metric: {error}") from None
-        if isinstance(value, str | bytes) or not hasattr(value, "__float__"):
-            raise TypeError(f"metric {name!r} is {value!r}: give a number")
-        try:
-            numbers[name] = float(value)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"metric {name!r}: {error}: give one number") from None
-    return numbers
-
-
-def _parse_number(value: Scalar) -> float | None:
-    if isinstance(value, str):
-        return float(value) if value in ("nan", "inf", "-inf") else None
-    return None if value is None else float(value)

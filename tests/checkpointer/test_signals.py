@@ -15,7 +15,8 @@ from msgspec.structs import replace
 import dist_ckpt as dc
 from dist_ckpt.checkpointer import rank_requests
 from dist_ckpt.checkpointer.barrier_rounds import BarrierProposal
-from dist_ckpt.checkpointer.rank_requests import RankRequests, Signals
+from dist_ckpt.checkpointer.rank_requests import RankRequests
+from dist_ckpt.checkpointer.signals import Signals
 
 
 @pytest.fixture(autouse=True)

@@ -32,7 +32,8 @@ from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.forwarding import ForwardingStorage, T
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import ConflictError, ExistsError, NotFoundError, StorageError
-from dist_ckpt.runs.listing import RunCheckpoint, list_run, put_metrics
+from dist_ckpt.runs.listing import RunCheckpoint, list_run
+from dist_ckpt.runs.metrics import put_metrics
 from dist_ckpt.runs.prune import GONE_S, NEWEST, NEWEST_CHECKED, NEWEST_WHOLE, delete_at, prune
 from dist_ckpt.runs.retention_policy import RetentionPolicy, best, last
 from dist_ckpt.testing.crash_storage import CrashStorage, states

@@ -22,7 +22,8 @@ from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef, pin
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.errors import ConflictError, NotFoundError
-from dist_ckpt.runs.listing import Listing, list_run, put_metrics
+from dist_ckpt.runs.listing import Listing, list_run
+from dist_ckpt.runs.metrics import put_metrics
 from dist_ckpt.runs.prune import delete_at, prune
 from dist_ckpt.runs.retention_policy import best, last
 from dist_ckpt.runs.selectors import select

@@ -14,7 +14,7 @@ from dist_ckpt.core.commit.records.incarnations import LivenessFile, begin_incar
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.errors import NotFoundError
 from dist_ckpt.runs import retention_policy as keep
-from dist_ckpt.runs.listing import put_metrics
+from dist_ckpt.runs.metrics import put_metrics
 from dist_ckpt.runs.retention_policy import RetentionPolicy
 from dist_ckpt.runs.watch_changes import RunObservation, changes, kept_by, observe_run
 from dist_ckpt.testing.memory_storage import MemoryStorage

@@ -2,7 +2,7 @@
 
 - A step of a load: `load.py`. An option, or several sources: `load_options.py`.
 - The check of one rank before anything is read: `check.py`.
-- A message between ranks: `load_messages.py`. A decision of the coordinator: `coordinator.py`.
+- A message between ranks, a decision of the coordinator: `coordinator.py`.
 - Reads that ranks share: `shared_read/`. Reads of one rank: `core/shard_io/read/`.
 - Which memory is filled: `core/state/binding/`.
 """

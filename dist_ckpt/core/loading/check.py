@@ -16,7 +16,7 @@ from dist_ckpt.core.comm.exchange.channel import fits_exchange
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.format.index.model_description import find_description_problems
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
-from dist_ckpt.core.loading.load_messages import (
+from dist_ckpt.core.loading.coordinator import (
     CheckFindings,
     LoadRequest,
     ResolvedSources,

@@ -35,15 +35,17 @@ from dist_ckpt.core.loading.check import (
     check_load,
     read_arguments,
 )
-from dist_ckpt.core.loading.coordinator import decide_load, resolve_checkpoints, sum_totals
-from dist_ckpt.core.loading.load_messages import (
+from dist_ckpt.core.loading.coordinator import (
     CheckFindings,
     JobTotals,
     LoadDecision,
     OpenedMessage,
     RankTotals,
     ResolvedSources,
+    decide_load,
     open_sources,
+    resolve_checkpoints,
+    sum_totals,
 )
 from dist_ckpt.core.loading.load_options import LoadOptions, ReadOnce, Sources, sources_text
 from dist_ckpt.core.loading.shared_read.group import (

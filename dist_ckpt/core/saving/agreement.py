@@ -11,9 +11,9 @@ from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
-from dist_ckpt.core.planning.plan import FilePlan, Inventory, ReplicaGroup, SavePlan, TensorEntry
+from dist_ckpt.core.planning.plan import Inventory, SavePlan
 from dist_ckpt.core.planning.save import save_planner
-from dist_ckpt.core.planning.selection import Selection, find_unmatched_on_all
+from dist_ckpt.core.planning.selection import find_unmatched_on_all
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.process import paused_collector
 from dist_ckpt.core.runtime.typed_msgpack import Message
@@ -36,73 +36,11 @@ class AgreedPlan:
     save_name: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class RankPlan:
-    """The part of one rank in a plan: its files, its replica groups, and its numbered cells.
-
-    `origins` has, for each file, the source cell of each item.
-    """
-
-    plan: SavePlan
-    files: tuple[FilePlan, ...]
-    groups: tuple[ReplicaGroup, ...]
-    origins: tuple[tuple[save_planner.Origin, ...], ...]
-    cells: save_planner.CellNumbers
-
-    @staticmethod
-    def of(plan: SavePlan, inventory: Inventory, rank: int) -> RankPlan:
-        """Select the part of one rank."""
-        files = save_planner.plan_rank_files(plan, rank)
-        cells = save_planner.number_cells(save_planner.find_local_cells(inventory, rank, plan))
-        origins = tuple(
-            tuple(save_planner.find_origin(cells, item.fqn, item.cell) for item in file.items)
-            for file in files
-        )
-        return RankPlan(plan, files, save_planner.find_replica_groups(plan, rank), origins, cells)
-
-
-@dataclass(frozen=True, slots=True)
-class LinkPatterns:
-    """The tensors that `link_unchanged` matches: `names` of tensors with data, not of aliases."""
-
-    patterns: tuple[str, ...]
-    tensors: tuple[TensorEntry, ...]
-    aliases: tuple[tuple[str, str], ...]
-    names: tuple[str, ...]
-    unmatched: tuple[str, ...]
-
-    @staticmethod
-    def of(patterns: tuple[str, ...], inventory: Inventory) -> LinkPatterns:
-        """Match patterns with the names of an inventory."""
-        names = {entry.fqn: entry.fqn for entry in inventory.tensors} | dict(inventory.aliases)
-        matches = {
-            pattern: {to for fqn, to in names.items() if fqn in Selection((pattern,))}
-            for pattern in patterns
-        }
-        unmatched = tuple(
-            f"link_unchanged: {pattern!r} matches no tensor: correct or remove it"
-            for pattern in patterns
-            if not matches[pattern]
-        )
-        matched = tuple(sorted(set().union(*matches.values())))
-        return LinkPatterns(patterns, inventory.tensors, inventory.aliases, matched, unmatched)
-
-    def is_for(self, patterns: tuple[str, ...], inventory: Inventory) -> bool:
-        """Return True if this is the result for these patterns and this inventory."""
-        same = (patterns, inventory.tensors, inventory.aliases)
-        return (self.patterns, self.tensors, self.aliases) == same
-
-
 @dataclass(slots=True)
 class SaveCache:
-    """The cache of one session. A cached plan may be invalid: compare the inventories.
-
-    `link_patterns` are cached because a match of thousands of names takes long.
-    """
+    """The cache of one session. A cached plan may be invalid: compare the inventories."""
 
     plan: AgreedPlan | None = None
-    rank_plan: RankPlan | None = None
-    link_patterns: LinkPatterns | None = None
     linkable_saves: LinkableSaves = field(default_factory=LinkableSaves)
 
 

@@ -14,12 +14,27 @@ from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import block_digest, document_digest
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.plain_codec import encode_value
-from dist_ckpt.core.planning.plan import ReplicaDigests, ReplicaGroup, SavePlan
-from dist_ckpt.core.planning.save.save_planner import CellNumbers, Origin, find_origin
+from dist_ckpt.core.planning.plan import (
+    FilePlan,
+    Inventory,
+    ReplicaDigests,
+    ReplicaGroup,
+    SavePlan,
+    TensorEntry,
+)
+from dist_ckpt.core.planning.save.save_planner import (
+    CellNumbers,
+    Origin,
+    find_local_cells,
+    find_origin,
+    find_replica_groups,
+    number_cells,
+    plan_rank_files,
+)
 from dist_ckpt.core.planning.selection import SELECT_ALL, Selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.process import paused_collector
-from dist_ckpt.core.saving.agreement import LinkPatterns, RankPlan, SaveCache
+from dist_ckpt.core.saving.agreement import SaveCache
 from dist_ckpt.core.shard_io.memory.interface import CellSource
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles
 from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory
@@ -43,13 +58,77 @@ class StateReader:
     read: Callable[[], LocalState]
 
 
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """The part of one rank in a plan: its files, its replica groups, and its numbered cells.
+
+    `origins` has, for each file, the source cell of each item.
+    """
+
+    plan: SavePlan
+    files: tuple[FilePlan, ...]
+    groups: tuple[ReplicaGroup, ...]
+    origins: tuple[tuple[Origin, ...], ...]
+    cells: CellNumbers
+
+    @staticmethod
+    def of(plan: SavePlan, inventory: Inventory, rank: int) -> RankPlan:
+        """Select the part of one rank."""
+        files = plan_rank_files(plan, rank)
+        cells = number_cells(find_local_cells(inventory, rank, plan))
+        origins = tuple(
+            tuple(find_origin(cells, item.fqn, item.cell) for item in file.items) for file in files
+        )
+        return RankPlan(plan, files, find_replica_groups(plan, rank), origins, cells)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkPatterns:
+    """The tensors that `link_unchanged` matches: `names` of tensors with data, not of aliases."""
+
+    patterns: tuple[str, ...]
+    tensors: tuple[TensorEntry, ...]
+    aliases: tuple[tuple[str, str], ...]
+    names: tuple[str, ...]
+    unmatched: tuple[str, ...]
+
+    @staticmethod
+    def of(patterns: tuple[str, ...], inventory: Inventory) -> LinkPatterns:
+        """Match patterns with the names of an inventory."""
+        names = {entry.fqn: entry.fqn for entry in inventory.tensors} | dict(inventory.aliases)
+        matches = {
+            pattern: {to for fqn, to in names.items() if fqn in Selection((pattern,))}
+            for pattern in patterns
+        }
+        unmatched = tuple(
+            f"link_unchanged: {pattern!r} matches no tensor: correct or remove it"
+            for pattern in patterns
+            if not matches[pattern]
+        )
+        matched = tuple(sorted(set().union(*matches.values())))
+        return LinkPatterns(patterns, inventory.tensors, inventory.aliases, matched, unmatched)
+
+    def is_for(self, patterns: tuple[str, ...], inventory: Inventory) -> bool:
+        """Return True if this is the result for these patterns and this inventory."""
+        same = (patterns, inventory.tensors, inventory.aliases)
+        return (self.patterns, self.tensors, self.aliases) == same
+
+
+@dataclass(slots=True)
+class _RankCache:
+    """The cache of one session. A match of thousands of names, and a rank's plan, take long."""
+
+    rank_plan: RankPlan | None = None
+    link_patterns: LinkPatterns | None = None
+
+
 class LocalSaveState:
     """One rank's state in one save: its inventory, and its files by a plan."""
 
     def __init__(self, session: Session, state: LocalState) -> None:
         self.inventory = state.inventory
         self.unmatched = state.unmatched
-        self._cache = session.cache(SaveCache)
+        self._cache = session.cache(_RankCache)
         self._rank = session.channel.rank
         self.local = state
 

@@ -38,7 +38,6 @@ from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.process_group import session_of, single_process_session
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions, ReadOnce
-from dist_ckpt.core.loading.shared_read.shared_reader import CollectiveReader
 from dist_ckpt.core.planning.selection import (
     SELECT_ALL,
     Cast,
@@ -339,10 +338,9 @@ class StorageReader(dcp.StorageReader):
         with _log_lost_rank():
             # If each rank reads alone, the page cache shares the data between them.
             storage, _ = OPENER.open(opened.path, direct_reads=not is_one_of_many)
-            nbytes_read, nbytes_received = PlannedReads(tensors, planner, keys).fill(
-                OpenCheckpoint(storage, opened.path, opened.attempt, opened.index),
-                CollectiveReader(session, self._phases, shared_read_id),
-            )
+            source = OpenCheckpoint(storage, opened.path, opened.attempt, opened.index)
+            reads = PlannedReads(tensors, planner, keys, source)
+            nbytes_read, nbytes_received = reads.fill(session, self._phases, shared_read_id)
         with self._phases.phase("place"):
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
-from functools import partial
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
+from dist_ckpt.core.comm.exchange.channel import fits_exchange
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.format.index.index import TensorRecord
@@ -33,12 +34,22 @@ from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.format.strict_json import is_text
-from dist_ckpt.core.loading.shared_read.shared_reader import CollectiveReader
+from dist_ckpt.core.loading.shared_read.group import (
+    SharedReadGroup,
+    UnreachableRanks,
+    find_shared_requests,
+    gather_requests,
+    prepare_shared_read,
+)
+from dist_ckpt.core.loading.shared_read.shared_reader import read_blocks
 from dist_ckpt.core.planning.load.load_planner import plan_load
 from dist_ckpt.core.planning.plan import Inventory, TensorEntry, TensorRequest, View
 from dist_ckpt.core.planning.selection import Selection, names_above
+from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.shard_io.memory.interface import Target
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorTarget, synchronize
+from dist_ckpt.core.shard_io.read.block_reader import BlockReader
+from dist_ckpt.core.shard_io.read.block_reads import CellTargets
 from dist_ckpt.core.shard_io.read.open_files import OpenFiles, open_files
 from dist_ckpt.core.state.inventory_builder import LocalState
 from dist_ckpt.core.state.tensors.local_tensors import class_name, torch_dtype
@@ -49,6 +60,7 @@ from dist_ckpt.core.state.tree.containers import child_name, is_mapping
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.interop.readers.nested_state import Path, build_tree, join_path
 from dist_ckpt.interop.readers.virtual_checkpoint import TOP_LEVEL_COMPONENT
+from dist_ckpt.reports import Phases
 
 # The names of the parameters in a group of an optimizer.
 _PARAMS = re.compile(r"(.+)\.param_groups\.\d+\.params")
@@ -326,27 +338,54 @@ def _find_value(planner: SavePlanner, item: WriteItem) -> object:
 # --- reads -------------------------------------------------------------------------------------
 
 
+class _ReadRequests(Message, frozen=True):
+    """The encoded requests of one rank, or None if they are too long.
+
+    `connection_epoch` numbers the bulk connections.
+    """
+
+    encoded_requests: bytes | None
+    connection_epoch: int
+
+
+class _SharedRequests(Message, frozen=True):
+    """True if ranks need the same blocks, and all requests if they are short enough."""
+
+    ranks_share_blocks: bool
+    encoded_requests: tuple[bytes, ...]
+    connection_epoch: int
+
+
 class PlannedReads:
     """The reads that a planner requests: boxes of tensors, by DCP's key, with their targets."""
 
-    def __init__(self, items: Sequence[ReadItem], planner: LoadPlanner, keys: DcpKeys) -> None:
+    def __init__(
+        self, items: Sequence[ReadItem], planner: LoadPlanner, keys: DcpKeys, source: OpenCheckpoint
+    ) -> None:
         self.parts: dict[str, list[tuple[Region, torch.Tensor]]] = {}
+        self._source = source
         self._items = items
         self._planner = planner
         self._keys = keys
         self._converted: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._resolved: list[tuple[ReadItem, torch.Tensor]] = []
 
-    def fill(self, source: OpenCheckpoint, reader: CollectiveReader) -> tuple[int, int]:
-        """Fill the tensors of the planner. Collective: all ranks of `reader` call this.
+    def fill(self, session: Session, phases: Phases, shared_read_id: str) -> tuple[int, int]:
+        """Fill the tensors of the planner. Collective: every rank of the session calls this.
 
-        Return the number of bytes from storage, and from other ranks. CorruptError on all ranks if
-        one of them reads damaged data.
+        `shared_read_id` is a name that only this read has, the same on all ranks, or "" if the
+        ranks share nothing. No tensor changes before all ranks have opened their files. Return the
+        bytes from storage, and from other ranks. All ranks raise the error of any rank, such as
+        CorruptError for damaged data.
         """
-        opened = partial(self._open, source, reader.session.config.threads)
-        with reader.session.operation(f"load of {source.folder}"):
-            moved = reader.read(opened, source.handle_damage)
-        with reader.phases.phase("place"):
+        source = self._source
+        with session.operation(f"load of {source.folder}"), ExitStack() as stack:
+            with phases.phase("check"):
+                files, targets, group = self._link_ranks(session, shared_read_id, stack)
+            with phases.phase("read"), session.channel.exchange("read"), source.handle_damage():
+                reader = BlockReader(files, targets, verify=True, slots=session.scratch_buffers)
+                moved = read_blocks(session, group, reader)
+        with phases.phase("place"):
             synchronize(tensor for parts in self.parts.values() for _, tensor in parts)
             for target, buffer in self._converted:
                 target.copy_(buffer)
@@ -354,10 +393,38 @@ class PlannedReads:
                 self._planner.commit_tensor(item, resolved)
         return moved
 
-    def _open(
-        self, source: OpenCheckpoint, threads: int
-    ) -> tuple[OpenFiles, dict[tuple[str, int], Target]]:
+    def _link_ranks(
+        self, session: Session, shared_read_id: str, stack: ExitStack
+    ) -> tuple[OpenFiles, CellTargets, SharedReadGroup | None]:
+        """Open the files, exchange the requests, and link the ranks that need the same blocks."""
+        with session.channel.exchange("check") as checking:
+            with self._source.handle_damage():
+                files, targets = self._open(session.config.threads)
+            stack.callback(files.close)
+            links, own = prepare_shared_read(session, shared_read_id, files, stack)
+            encoded = own if fits_exchange(len(own), session.channel.world_size) else None
+            gathered = checking.gather(_ReadRequests(encoded, session.collective.epoch))
+            if gathered is not None:
+                ranks_share_blocks, encoded_requests = find_shared_requests(
+                    [request.encoded_requests for request in gathered], between_hosts=False
+                )
+                epoch = max(request.connection_epoch for request in gathered)
+                checking.decide(_SharedRequests(ranks_share_blocks, tuple(encoded_requests), epoch))
+        shared = checking.result(_SharedRequests)
+        session.collective.renew(shared.connection_epoch)
+        if not shared.ranks_share_blocks:
+            return files, targets, None
+        with session.channel.exchange("prepare") as preparing:
+            requests_by_rank = gather_requests(session, shared.encoded_requests, own)
+            group = SharedReadGroup.link(
+                session, files, links, requests_by_rank, between_hosts=False, stack=stack
+            )
+            group.decide_unreachable(preparing)
+        return files, targets, group.without_unreachable(preparing.result(UnreachableRanks))
+
+    def _open(self, threads: int) -> tuple[OpenFiles, dict[tuple[str, int], Target]]:
         """Open the files with the boxes, and wait for devices that use the target memory."""
+        source = self._source
         for item in self._items:
             self._add(item)
         wanted = []

@@ -20,7 +20,8 @@ from dist_ckpt.core.storage import open_storage
 from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
 from dist_ckpt.reports import Progress
-from dist_ckpt.runs.listing import RunCheckpoint, SaveTimes, is_speed, list_run, save_times
+from dist_ckpt.runs.listing import RunCheckpoint, list_run
+from dist_ckpt.runs.metrics import SaveTimes, is_speed, save_times
 from dist_ckpt.tools.inspect.describe import summarize
 from dist_ckpt.tools.report.sizes import clip, component_sizes, rank_sizes, sizes_tree
 

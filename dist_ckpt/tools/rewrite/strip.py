@@ -39,7 +39,7 @@ from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, StorageError, check_flag, listed
 from dist_ckpt.reports import IoCount, Phases, Progress, SaveReport
-from dist_ckpt.runs.listing import metrics_by_checkpoint, put_metrics
+from dist_ckpt.runs.metrics import metrics_by_checkpoint, put_metrics
 from dist_ckpt.runs.selectors import open_resolved
 
 # In `saved_by`: the attempt that this one has replaced.

@@ -18,7 +18,7 @@ from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.forwarding import ForwardingStorage
 from dist_ckpt.errors import CheckpointError, CorruptError, NotFoundError
 from dist_ckpt.reports import LoadReport, SaveReport
-from dist_ckpt.runs.listing import put_metrics
+from dist_ckpt.runs.metrics import put_metrics
 from dist_ckpt.runs.prune import prune
 from dist_ckpt.runs.retention_policy import last
 from dist_ckpt.testing.crash_storage import CrashStorage, states

@@ -18,7 +18,8 @@ from dist_ckpt.core.format.filenames import parse_attempt
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import ExistsError, NotFoundError, StorageError
 from dist_ckpt.reports import IoCount, SaveReport
-from dist_ckpt.runs.listing import list_run, put_saved, save_times
+from dist_ckpt.runs.listing import list_run
+from dist_ckpt.runs.metrics import put_saved, save_times
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.tools.report import write_report as written
 from dist_ckpt.tools.report.write_report import START, report_facts, write_report

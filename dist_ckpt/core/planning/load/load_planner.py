@@ -14,6 +14,7 @@ from itertools import product
 from operator import mul
 
 from dist_ckpt.core.format.geometry import (
+    BoxTree,
     Cell,
     Cut,
     Flat,
@@ -27,7 +28,6 @@ from dist_ckpt.core.format.geometry import (
     row_major_strides,
 )
 from dist_ckpt.core.format.index.index import Catalog, Index
-from dist_ckpt.core.planning.box_tree import BoxTree
 from dist_ckpt.core.planning.plan import CellOverlap, LoadPlan, ReadItem, TensorRequest
 from dist_ckpt.errors import CorruptError
 

@@ -16,6 +16,7 @@ from msgspec import structs
 
 from dist_ckpt.core.format.filenames import is_stem
 from dist_ckpt.core.format.geometry import (
+    BoxTree,
     Cell,
     ElementRange,
     Flat,
@@ -29,7 +30,6 @@ from dist_ckpt.core.format.geometry import (
     row_major_strides,
 )
 from dist_ckpt.core.format.index.index import Component, Key, Node, TensorRecord
-from dist_ckpt.core.planning.box_tree import BoxTree
 from dist_ckpt.core.planning.mesh import cell_holders, compute_layout, mesh_positions, whole_layout
 from dist_ckpt.core.planning.plan import (
     Flattened,

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt.core.format.geometry import Region
-from dist_ckpt.core.planning.box_tree import BoxTree
+from dist_ckpt.core.format.geometry import BoxTree, Region
 from long_mode import examples
 from tilings import randoms, split
 
