@@ -19,6 +19,9 @@ STALL_TIMEOUT_S = 600.0
 # more buffers (`shard_io/write/shard_writer.py`). So a save or a load uses at most 256 MiB.
 MAX_THREADS = 20
 
+# How long the collectives of the training wait for a late rank, if it cannot be found out.
+UNKNOWN_GROUP_TIMEOUT_S = 1800.0
+
 # A sync waits for all data that the system has not written yet. Slower storage counts as hanging.
 SLOWEST_NBYTES_PER_S = 10 << 20
 
@@ -57,8 +60,9 @@ def _refuse_old_names(config: type[_T]) -> type[_T]:
 class Config:
     """Deadlines and sizes. Raises ValueError for an invalid value.
 
-    `heartbeat_timeout_s`: a rank without a heartbeat for this long counts as dead.
-    `join_timeout_s`: how long the first rank in a save or load waits for the others. After
+    `heartbeat_timeout_s`: a rank without a sign of life for this long counts as dead.
+    `join_timeout_s`: how long the first rank in a save or load waits for a rank that it has never
+    seen, and for a live one if `group_timeout_s`, the timeout of the process group, is None. After
     `join_warning_s` it logs a warning that names the missing ranks. `visibility_timeout_s`: how
     long a rank waits to see the coordinator's claim on shared storage. `threads`: how many reads or
     writes a rank runs at once. `host`: the name of this rank's host; "" means the system's name.
@@ -70,11 +74,17 @@ class Config:
     visibility_timeout_s: float = 60.0
     threads: int = 4
     host: str = ""
+    group_timeout_s: float | None = None
+
+    @property
+    def late_timeout_s(self) -> float:
+        """How long to wait for a rank that is alive and late."""
+        return max(self.join_timeout_s, self.group_timeout_s or 0.0)
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, str):
+            if value is None or isinstance(value, str):
                 continue
             if not isfinite(value) or value <= 0:
                 raise ValueError(f"{_variable(field.name)}={value}: it must be a positive number")
@@ -84,8 +94,12 @@ class Config:
             )
 
     @staticmethod
-    def from_environment(environ: Mapping[str, str] = os.environ) -> Config:
+    def from_environment(
+        environ: Mapping[str, str] = os.environ, *, group_timeout_s: float = UNKNOWN_GROUP_TIMEOUT_S
+    ) -> Config:
         """Return the defaults, changed by DIST_CKPT_HEARTBEAT_TIMEOUT_S and so on.
+
+        DIST_CKPT_JOIN_TIMEOUT_S also replaces the timeout of the process group.
 
         Raises ValueError for a value that is not a number, and for a variable with an old name.
         """
@@ -98,13 +112,14 @@ class Config:
         defaults, options = Config(), {}
         for field in fields(defaults):
             text = environ.get(_variable(field.name))
-            if text is None:
+            if text is None or field.name == "group_timeout_s":
                 continue
             try:
                 options[field.name] = type(getattr(defaults, field.name))(text)
             except ValueError:
                 raise ValueError(f"{_variable(field.name)}={text!r} is not a number") from None
-        return Config(**options)
+        is_explicit = "join_timeout_s" in options
+        return Config(**options, group_timeout_s=None if is_explicit else group_timeout_s)
 
 
 def _variable(name: str) -> str:

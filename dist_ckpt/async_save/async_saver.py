@@ -26,6 +26,7 @@ from dist_ckpt.core.commit.records.incarnations import IncarnationHistory
 from dist_ckpt.core.commit.records.record_store import check_upgraded
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
+from dist_ckpt.core.runtime.process import find_process
 from dist_ckpt.core.runtime.public_names import refuse_old_attributes, refuse_old_parameters
 from dist_ckpt.core.saving.attachments import Attachments
 from dist_ckpt.core.saving.save import SaveOptions
@@ -390,6 +391,7 @@ class AsyncSaver:
             channel.world_size,
             replace(self._session.config, host=channel.host),
             None if options.max_bytes_per_s is None else float(options.max_bytes_per_s),
+            find_process(os.getpid()),
         )
         return Job(hello, drain_timeout_s=float(options.drain_timeout_s))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,14 +11,18 @@ from typing import Any
 import pytest
 
 from dist_ckpt.async_save.snapshots.arena import ArenaPool, ArenaReader
+from dist_ckpt.async_save.writer import staged_save
+from dist_ckpt.async_save.writer.messages import Hello
 from dist_ckpt.async_save.writer.staged_save import Staging, open_staged_files
+from dist_ckpt.config import Config
 from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.planning.save.save_planner import plan_rank_files
 from dist_ckpt.core.runtime.buffers import address_of
+from dist_ckpt.core.runtime.process import find_process
 from dist_ckpt.core.shard_io.write.shard_writer import NullStorage, WritableStorage, write_all
 from dist_ckpt.core.storage.interface import WritableFile
-from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError
+from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError, RankError
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from staged_saves import Staged, State, new_id
 
@@ -163,6 +169,32 @@ def test_a_write_ends_when_nothing_more_will_come(arenas):
         Staging(case.followed, fail).await_complete()
     with pytest.raises(CheckpointError, match="nothing more will come"):
         Staging(case.followed, fail).check()
+    case.follower.close()
+
+
+def test_a_trainer_that_stages_nothing_more_is_logged_and_then_named(arenas, monkeypatch, caplog):
+    case, now = Case(arenas), [0.0]
+    own = find_process(os.getpid())
+    assert own is not None
+    monkeypatch.setattr(staged_save, "running_time", lambda: now[0])
+    monkeypatch.setattr("time.sleep", lambda _: None)
+
+    def step() -> None:
+        now[0] += 10
+        if now[0] == 280:
+            case.staged.stage(1)  # it counts from here
+
+    hello = Hello("job", 0, 1, Config(), None, own)
+    with (
+        pytest.raises(RankError, match="has staged nothing more of /ck for 300 s") as caught,
+        caplog.at_level(logging.WARNING, "dist_ckpt"),
+    ):
+        Staging(case.followed, step, hello).await_complete()
+    assert f"the trainer of rank 0 (process {own.pid} is running)" in str(caught.value)
+    assert now[0] == 580
+    assert len(caplog.messages) == 2
+    for line in caplog.messages:
+        assert line.endswith("nothing more of /ck for 30 s; the limit is 300 s")
     case.follower.close()
 
 

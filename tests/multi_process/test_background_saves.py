@@ -18,7 +18,7 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt.async_save.snapshots.job_folder import SHARED_MEMORY, JobFolder
-from dist_ckpt.async_save.trainer import writer_handle
+from dist_ckpt.async_save.trainer import background_save, writer_handle
 from long_mode import IS_LONG
 from ranks import run_ranks
 
@@ -264,6 +264,51 @@ def test_a_writer_that_is_frozen_is_ended_and_replaced(tmp_path: Path, job: str)
     assert "signal 9" in error[1]
     assert num_restarts == 1
     assert dc.open(f"{tmp_path}/a").step == 2
+
+
+def freeze_while_staging(rank: int, root: str, job: str, folder: str) -> tuple[str, str, bool]:
+    state = state_of(rank, 2, 1)
+    pid = Path(folder, "pid")
+    if rank == 1:
+        module: Any = background_save
+        stage = module.stage
+
+        def freeze(*args: Any) -> None:
+            pid.with_suffix(".new").write_text(str(os.getpid()))
+            pid.with_suffix(".new").rename(pid)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            stage(*args)
+
+        module.stage = freeze
+    with dc.AsyncSaver(job=job) as saver:
+        handle = saver.save(state, f"{root}/a", step=1)
+        kind, message = error_of(lambda: handle.result(RESULT_S))
+        if rank == 0:
+            os.kill(int(pid.read_text()), signal.SIGCONT)
+        else:
+            module.stage = stage
+        report = saver.save(state, f"{root}/a", step=2).result(RESULT_S)
+    return kind, message, report is not None
+
+
+def test_a_trainer_that_is_frozen_while_it_stages_is_named_by_all_and_saves_again(
+    tmp_path: Path, job: str
+) -> None:
+    (tmp_path / "root").mkdir()
+    found = run_ranks(
+        freeze_while_staging,
+        str(tmp_path / "root"),
+        job,
+        str(tmp_path),
+        world_size=2,
+        environ={**CALM, "DIST_CKPT_JOIN_TIMEOUT_S": "3"},
+    )
+    for kind, message, is_saved in found:
+        assert kind == "RankError"
+        assert "the trainer of rank 1 (process " in message
+        assert " is stopped) has staged nothing more of " in message
+        assert is_saved
+    assert dc.open(f"{tmp_path}/root/a").step == 2
 
 
 def save_a_state_that_cannot_be_saved(rank: int, root: str, job: str) -> list[Any]:

@@ -17,7 +17,7 @@ from msgspec import Struct, msgpack
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.messages import Failure
-from dist_ckpt.core.runtime.process import MAX_STEP_S, running_time
+from dist_ckpt.core.runtime.process import MAX_STEP_S, ProcessId, running_time
 from dist_ckpt.core.runtime.threads import run_after_fork
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.reports import SaveReport
@@ -42,13 +42,17 @@ class _TaggedMessage(Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class Hello(_TaggedMessage, frozen=True):
-    """The first message: the rank of this writer. Answered by `Ready` or `Refused`."""
+    """The first message: the rank of this writer, and its `trainer`, None if it has no identity.
+
+    Answered by `Ready` or `Refused`.
+    """
 
     job: str
     rank: int
     world_size: int
     config: Config
     max_bytes_per_s: float | None
+    trainer: ProcessId | None = None
 
     def check(self) -> None:
         """Raise ValueError for an invalid rank. Not in the decoder: the trainer gets the reason."""

@@ -8,12 +8,14 @@ not stage headers: the writer stores them in the arena when it writes them.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from dist_ckpt.async_save.snapshots.arena import FollowedArena
 from dist_ckpt.async_save.snapshots.arena_layout import Seal, Snapshot, SnapshotMetadata
+from dist_ckpt.async_save.writer.messages import Hello
 from dist_ckpt.core.comm.collectives.collective import DistinctPayloads
 from dist_ckpt.core.commit.transaction import IndexFields
 from dist_ckpt.core.format import filenames
@@ -22,8 +24,11 @@ from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, SavePlan
 from dist_ckpt.core.planning.save.save_planner import plan_rank_files
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.buffers import BufferPool, address_of
+from dist_ckpt.core.runtime.process import find_state, running_time
 from dist_ckpt.core.shard_io.write.shard_writer import NullStorage, RankFiles, write_all
-from dist_ckpt.errors import CheckpointError, CorruptError
+from dist_ckpt.errors import CheckpointError, CorruptError, RankError
+
+_log = logging.getLogger("dist_ckpt")
 
 # The interval of a polling wait: this share of the time waited so far.
 _SHARE = 0.05
@@ -36,12 +41,20 @@ _HEAD_START_S = 0.25
 
 
 class Staging:
-    """The progress of staging. Threads may share it. `check` raises if no more will be staged."""
+    """The progress of staging. Threads may share it. `check` raises if no more will be staged.
 
-    def __init__(self, followed: FollowedArena, check: Callable[[], None]) -> None:
+    A wait also ends if the trainer that `hello` describes has staged nothing for `late_timeout_s`:
+    it may be stopped, or wait for a device.
+    """
+
+    def __init__(
+        self, followed: FollowedArena, check: Callable[[], None], hello: Hello | None = None
+    ) -> None:
         self._followed = followed
         self._check = check
+        self._hello = hello
         self._ready = 0
+        self._progress, self._moved_at, self._has_warned = -1, 0.0, False
 
     def await_ready(self, stop: int) -> None:
         """Wait until all bytes before `stop` of the arena are staged.
@@ -73,10 +86,38 @@ class Staging:
         self._ready = self._followed.ready
         return self._ready
 
+    def _check_progress(self, hello: Hello) -> None:
+        """Log a trainer that stages nothing; raise RankError after `late_timeout_s`."""
+        now, progress, config = running_time(), self._followed.ready, hello.config
+        if progress != self._progress:
+            self._progress, self._moved_at, self._has_warned = progress, now, False
+        idle_s = now - self._moved_at
+        if self._has_warned and idle_s < config.late_timeout_s:
+            return
+        if idle_s < min(config.join_warning_s, config.late_timeout_s):
+            return
+        snapshot, trainer = self._followed.snapshot, hello.trainer
+        state = "" if trainer is None else find_state(trainer.pid, trainer.started)
+        process = f" (process {trainer.pid} is {state})" if trainer else ""
+        fact = (
+            f"the trainer of rank {snapshot.rank}{process} has staged nothing more of "
+            f"{snapshot.path} for {idle_s:.3g} s"
+        )
+        if idle_s >= config.late_timeout_s:
+            raise RankError(
+                f"{fact}: nothing is committed. Continue it if it is stopped, else look at its "
+                f"stack (py-spy dump) and its devices; then save again",
+                rank=snapshot.rank,
+            )
+        self._has_warned = True
+        _log.warning("%s; the limit is %g s", fact, config.late_timeout_s)
+
     def _wait(self, condition: Callable[[], bool]) -> None:
         began_at = time.monotonic()
         while not condition():
             self.check()
+            if self._hello is not None:
+                self._check_progress(self._hello)
             waited_s = time.monotonic() - began_at
             time.sleep(min(max(_MIN_S, _SHARE * waited_s), _MAX_S))
 
@@ -201,10 +242,11 @@ class StagedSave:
         followed: FollowedArena,
         check: Callable[[], None],
         plan: Callable[[DistinctPayloads], tuple[SavePlan, EncodedCatalog]],
+        hello: Hello | None = None,
     ) -> None:
         """Read its metadata from the arena. `plan` returns the plan of all ranks' inventories.
 
-        `check` raises if no more will be staged. CorruptError if the arena is invalid.
+        `check` and `hello`: see `Staging`. CorruptError if the arena is invalid.
         """
         self.snapshot = snapshot = followed.snapshot
         try:
@@ -212,7 +254,7 @@ class StagedSave:
         except ValueError as error:
             raise CorruptError(f"snapshot {snapshot.id} of {snapshot.path}: {error}") from error
         self.plan, self.encoded_catalog = plan(self.details.inventories)
-        self.staging = Staging(followed, check)
+        self.staging = Staging(followed, check, hello)
         plans = plan_rank_files(self.plan, snapshot.rank)
         self.files = open_staged_files(followed, self.staging, plans)
         self.followed = followed

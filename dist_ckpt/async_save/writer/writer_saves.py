@@ -265,7 +265,7 @@ class WriterSave:
         if save != (self.write.path, context.hello.rank, context.hello.world_size):
             raise CorruptError(f"snapshot {snapshot.id} is of another save: {save}")
         # Without `self`: a cycle would keep the arena of a settled save alive.
-        return StagedSave(followed, partial(context.check, self.write), context.plan)
+        return StagedSave(followed, partial(context.check, self.write), context.plan, context.hello)
 
     def _write(self, storage: CountingStorage, staged: StagedSave, folder: str) -> RankWriteResult:
         start = time.monotonic()

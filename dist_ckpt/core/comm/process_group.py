@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from dist_ckpt.config import Config, launched_world_size
+from dist_ckpt.config import UNKNOWN_GROUP_TIMEOUT_S, Config, launched_world_size
 from dist_ckpt.core.comm.collectives.collective import SingleProcessCollective
 from dist_ckpt.core.comm.collectives.gloo import GlooCollective
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
@@ -57,7 +57,9 @@ def session_of(group: ProcessGroup | None = None) -> Session:
             "DeviceMesh: mesh.get_group())"
         )
     if group not in _sessions:
-        _sessions[group] = _create_session(group, Config.from_environment())
+        timeout_s = torch_private.group_timeout_s(group) or UNKNOWN_GROUP_TIMEOUT_S
+        config = Config.from_environment(group_timeout_s=timeout_s)
+        _sessions[group] = _create_session(group, config)
     return _sessions[group]
 
 

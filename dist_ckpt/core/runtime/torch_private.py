@@ -7,6 +7,7 @@
 | `AsyncCollectiveTensor` | `distributed._functional_collectives`    | a local tensor to wait for  |
 | `module_fqns`           | `distributed.checkpoint.state_dict`      | the prefixes that it strips |
 | `default_store`         | `distributed.distributed_c10d`           | control messages            |
+| `group_timeout_s`       | `distributed.ProcessGroup`               | how long training waits     |
 | `wrapped_child`         | `_dynamo.eval_frame`, checkpoint_wrapper | wrappers that add a prefix  |
 | `has_load_hooks`        | `nn.Module`                              | hooks that follow a load    |
 | `cuts_strided_alike`    | `distributed.tensor.placement_types`     | how this torch cuts         |
@@ -28,6 +29,7 @@ from operator import attrgetter
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
@@ -39,7 +41,8 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 
 __all__ = ["DCP_VERSION", "LOAD_HOOKS", "SAVE_HOOKS", "AsyncCollectiveTensor", "DcpStorageInfo"]
 __all__ += ["ShardedTensor", "StridedShard", "cuts_strided_alike", "default_store"]
-__all__ += ["has_load_hooks", "local_tensor", "module_fqns", "storage_id", "wrapped_child"]
+__all__ += ["group_timeout_s", "has_load_hooks", "local_tensor", "module_fqns", "storage_id"]
+__all__ += ["wrapped_child"]
 
 # Torch 2.7 wraps this function in a cache, which keeps every module for ever: use it unwrapped.
 module_fqns = getattr(_get_fqns, "__wrapped__", _get_fqns)
@@ -67,6 +70,15 @@ def wrapped_child(module: nn.Module) -> str | None:
     # Before the compiler is imported, which takes seconds, no module is compiled.
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     return "_orig_mod" if compiler and isinstance(module, compiler.OptimizedModule) else None
+
+
+def group_timeout_s(group: ProcessGroup) -> float | None:
+    """Return the timeout of a group's collectives, the longest of its backends; None if unknown."""
+    try:
+        backends = [group._get_backend(device) for device in group._device_types]
+        return max(backend.options._timeout.total_seconds() for backend in backends)
+    except (AttributeError, RuntimeError, ValueError):
+        return None
 
 
 def has_load_hooks(module: nn.Module) -> bool:
