@@ -28,6 +28,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 import msgspec
@@ -160,17 +161,19 @@ class Boundary:
 class PollPolicy:
     """The poll interval, the deadline of answers, and the lookahead in boundaries.
 
-    `ahead` is None for the number of boundaries in `LOOKAHEAD_ROUNDS` rounds.
+    `ahead` is None for the number of boundaries in `LOOKAHEAD_ROUNDS` rounds. `stop_s`: how long an
+    action may wait for a late rank after a request to stop.
     """
 
     poll_s: float = POLL_S
     answer_s: float = ANSWER_S
     ahead: int | None = None
+    stop_s: float = inf
 
     @staticmethod
-    def of(world_size: int) -> PollPolicy:
+    def of(world_size: int, stop_s: float = inf) -> PollPolicy:
         """Return the default policy for a number of ranks."""
-        return PollPolicy(poll_s=max(POLL_S, world_size / MAX_POLLS_PER_S))
+        return PollPolicy(poll_s=max(POLL_S, world_size / MAX_POLLS_PER_S), stop_s=stop_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +215,8 @@ class BarrierRounds:
         self._num_actions = 0
         self._action: tuple[int, str] | None = None
         self._has_announced = False
+        # The deadline of a request to stop, until its action is done.
+        self._stop_at, self._is_stopping = inf, False
         # For the thread only.
         self._seen_at = 0.0
         self._may_propose_at = 0.0
@@ -243,6 +248,7 @@ class BarrierRounds:
             proposal = self._proposal if arrival == "save" else None
             self._num_actions += 1
             self._has_announced = False
+            self._is_stopping = proposal is not None and proposal.stops
             self._action = self._barrier.passed, f"{label} (step {step})"
             requested_at = self._seen_at - (0.0 if proposal is None else proposal.waited_s)
             return Boundary(self._barrier.passed, proposal, requested_at)
@@ -251,6 +257,8 @@ class BarrierRounds:
         """End the action at a boundary."""
         with self._changed:
             self._action = None
+            if self._is_stopping:
+                self._stop_at = inf
 
     def close(self) -> None:
         """Leave the rounds: the open round and all later rounds become void. Idempotent."""
@@ -327,6 +335,8 @@ class BarrierRounds:
         with self._changed:
             self._proposal = proposal
             boundary = self._barrier.set_ahead(self._lookahead(proposal))
+            if proposal.stops:
+                self._stop_at = min(self._stop_at, now - proposal.waited_s + self._policy.stop_s)
         self._seen_at = now
         # After the barrier is set: a rank that has answered must not pass this boundary.
         self._notes.put(self._round_key(f"answer/{self._rank}"), str(boundary))
@@ -411,6 +421,11 @@ class BarrierRounds:
                 f"rank {closed[0]} has left the run, by an error or by `break`, while this rank "
                 f"saves: look into the log of that rank"
             )
+        # This rank proposes nothing during an action, but its own signal counts.
+        own, now = self._propose(), time.monotonic()
+        own_at = now - own.waited_s + self._policy.stop_s if own and own.stops else inf
+        if now >= min(own_at, self._stop_at):
+            return "the run must stop now, and saves nothing more. Older checkpoints are unchanged"
         return ""
 
     def _measure_pace(self) -> None:

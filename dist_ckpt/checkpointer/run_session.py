@@ -22,6 +22,7 @@ from dist_ckpt.checkpointer.barrier_rounds import (
     BarrierProposal,
     BarrierRounds,
     Boundary,
+    PollPolicy,
 )
 from dist_ckpt.checkpointer.checkpointer_options import RunOptions
 from dist_ckpt.checkpointer.maintenance import MaintenanceThread
@@ -441,7 +442,8 @@ def open_run_session(
         saver = AsyncSaver(root, group=group) if is_async else None
         member = BarrierMember(opening.result(str), channel.rank, channel.world_size)
         requests = RankRequests(channel.rank, options.save, signals)
-        rounds = BarrierRounds(channel.notes, member, requests, channel.fail_without_others)
+        policy = PollPolicy.of(channel.world_size, max(0.0, options.stop_within_s - EXCHANGE_S))
+        rounds = BarrierRounds(channel.notes, member, requests, channel.fail_without_others, policy)
     except BaseException:
         if signals is not None:
             signals.close()

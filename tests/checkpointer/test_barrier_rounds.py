@@ -299,6 +299,35 @@ def test_who_saves_alone_is_told_at_once_and_by_whom():
     assert time.monotonic() - began < 60
 
 
+@pytest.mark.parametrize("asking", [0, 1])
+def test_a_rank_that_must_stop_does_not_wait_for_a_late_one(asking: int) -> None:
+    """Rank 1 evaluates: it lives, and comes to no boundary before the others must have ended."""
+    done = threading.Barrier(2)
+    pacing = PollPolicy(poll_s=0.01, ahead=0, stop_s=0.2)
+
+    def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> str:
+        wanted = TensorRequest()
+        with rounds_of(channel, wanted, pacing) as rounds:
+            if rank == 1:
+                wanted.asks = [BarrierProposal(1, "TERM", stops=True)] * (asking == 1)
+                done.wait(50)
+                return ""
+            assert rounds.arrive("save", 1, is_due=True) is not None
+            channel.enter("save")
+            wanted.asks = [BarrierProposal(0, "TERM", stops=True)] * (asking == 0)
+            try:
+                with pytest.raises(RankError) as raised:
+                    exchange(channel, "agree", lambda: b"", lambda told: b"")
+            finally:
+                channel.leave()
+                done.wait(50)
+            return str(raised.value)
+
+    message, _ = run_ranks(run, world_size=2, harness="threads")
+    assert message is not None
+    assert message.startswith("rank 1 (host thread-1) did not call save: the run must stop now")
+
+
 def test_once_a_rank_takes_no_part_any_more_requests_come_to_nothing():
     ended = threading.Event()
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 
@@ -349,6 +350,82 @@ def test_a_warning_names_the_absent_once_before_the_time_is_up(caplog):
     assert [record.getMessage()[:30] for record in caplog.records] == [
         "ranks 1-2 did not call save: r"
     ]
+
+
+class Warned(logging.Handler):
+    """Sets an event when this many warnings have been logged."""
+
+    def __init__(self, num: int) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+        self.all = threading.Event()
+        self._num = num
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+        if len(self.messages) == self._num:
+            self.all.set()
+
+    def __enter__(self) -> Warned:
+        logging.getLogger("dist_ckpt").addHandler(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("dist_ckpt").removeHandler(self)
+
+
+# The warning comes when the time for a rank that was never seen is over.
+PATIENT = Config(
+    heartbeat_timeout_s=20.0, join_timeout_s=0.1, join_warning_s=0.3, group_timeout_s=HANG_S
+)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rank_that_is_alive_is_waited_for_as_long_as_the_training_would(late):
+    with Warned(1 if late else 2) as warned:  # of 0 by each of the others
+
+        def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
+            ask(channel)  # all are seen
+            if rank == late:
+                assert warned.all.wait(HANG_S)
+            return ask(channel, lambda: rank, sum, what="save to /ck")
+
+        assert run_ranks(run, world_size=3, harness="threads", config=PATIENT) == [3, 3, 3]
+    for message in warned.messages:
+        assert message.startswith(f"rank {late} (host thread-{late}) did not call save to /ck: ")
+        assert "if rank == 0:" in message
+        assert message.endswith(f"This rank waits up to {HANG_S:g} s")
+
+
+def test_a_rank_that_is_alive_and_never_comes_is_named_at_the_timeout_of_the_group():
+    config = replace(PATIENT, group_timeout_s=1.0)
+    done = threading.Barrier(2)
+
+    def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> object:
+        ask(channel)
+        if rank == 1:
+            return done.wait(HANG_S)
+        with Warned(1) as warned, pytest.raises(RankError, match="did not call save") as raised:
+            ask(channel)
+        done.wait(HANG_S)
+        return warned.all.is_set(), raised.value.rank
+
+    assert run_ranks(run, world_size=2, harness="threads", config=config)[0] == (True, 1)
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_ranks_in_different_calls_do_not_wait_for_a_late_one(late):
+    done = threading.Barrier(3)
+
+    def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> None:
+        ask(channel)
+        if rank != late:
+            with pytest.raises(RankError, match="are in different calls: rank") as raised:
+                ask(channel, what=f"save to /{rank}")  # one phase, and another path
+            assert "nothing yet" in str(raised.value)
+        done.wait(HANG_S)
+
+    run_ranks(run, world_size=3, harness="threads", config=PATIENT)
 
 
 def test_a_rank_that_comes_late_gets_the_error_of_the_others():

@@ -162,17 +162,22 @@ class ExchangeState:
     def _location_text(self) -> str:
         return f"seen by rank {self.rank} in phase {self.phase!r} of {self.call}"
 
-    def mismatched_calls(self, calls: Mapping[int, tuple[str, str]]) -> dict[int, Failure]:
-        """Return a failure with their names if ranks are in different calls or phases."""
-        by_phase = defaultdict(list)
-        for rank, (_, phase) in sorted(calls.items()):
-            by_phase[phase].append(rank)
-        if len(by_phase) == 1:
+    def mismatched_calls(
+        self, calls: Mapping[int, tuple[str, str]], *, has_all: bool = True
+    ) -> dict[int, Failure]:
+        """Return a failure with their names if ranks are in different phases.
+
+        Unless `has_all` also if they are in different calls: no decision can compare these yet.
+        """
+        by_place = defaultdict(list)
+        for rank, (call, phase) in sorted(calls.items()):
+            by_place["" if has_all else call, phase].append(rank)
+        if len(by_place) == 1:
             return {}
         self.detector.read_heartbeats(range(self.world_size))  # for the names of hosts
         places = [
             f"{self.detector.describe_ranks(ranks)}: {calls[ranks[0]][0]}, phase {name!r}"
-            for name, ranks in by_phase.items()
+            for (_, name), ranks in by_place.items()
         ]
         if absent := [rank for rank in range(self.world_size) if rank not in calls]:
             places.append(f"{self.detector.describe_ranks(absent)}: nothing yet")
@@ -180,34 +185,37 @@ class ExchangeState:
             f"the ranks of the group are in different calls: {listed(places, '; ')}. "
             f"{self._texts.mixed}"
         )
-        odd = next(rank for rank in sorted(calls) if calls[rank][1] != self.phase)
+        odd = [*by_place.values()][1][0]
         return {odd: Failure("RankError", message, odd, self.phase)}
 
     def missing_ranks(self, ranks: Sequence[int], poll: PollInterval) -> dict[int, Failure]:
-        """Return a failure if some of these ranks have not entered within `join_timeout_s`.
+        """Return a failure if some of these ranks have not entered in time.
 
-        After `join_warning_s` one warning with their names is logged.
+        For a rank that was never seen the limit is `join_timeout_s`, for a live one
+        `late_timeout_s`. After `join_warning_s` one warning with their names is logged.
         """
         beats = {rank: self.detector.last_heartbeat(rank) for rank in ranks}
         absent = [rank for rank, beat in beats.items() if not beat or beat.number < self.number]
         if self.token or not absent:
             return {}
+        message = f"{self.detector.describe_ranks(absent)} did not call {self.call}: "
         if self.absence_reason:
-            return {absent[0]: Failure("RankError", self.absence_reason, absent[0], self.phase)}
-        message = (
-            f"{self.detector.describe_ranks(absent)} did not call {self.call}: rank {self.rank} "
-            f"(host {self.host}) has waited for {poll.waited_s:.3g} s. {self._texts.absent}"
-        )
-        if poll.waited_s >= self.config.join_timeout_s:
-            message = self._stale_ranks_text(absent) or message
+            message += self.absence_reason
             return {absent[0]: Failure("RankError", message, absent[0], self.phase)}
-        if poll.waited_s >= self.unseen_timeout_s:
-            for rank in absent:
-                if beats[rank] is None:
-                    return {rank: Failure("RankError", message, rank, self.phase)}
+        message += (
+            f"rank {self.rank} (host {self.host}) has waited for {poll.waited_s:.3g} s. "
+            f"{self._texts.absent}"
+        )
+        is_late = poll.waited_s >= self.config.late_timeout_s
+        overdue = absent if is_late else [rank for rank in absent if beats[rank] is None]
+        if overdue and poll.waited_s >= self.unseen_timeout_s:
+            if poll.waited_s >= self.config.join_timeout_s:
+                message = self._stale_ranks_text(absent) or message
+            return {overdue[0]: Failure("RankError", message, overdue[0], self.phase)}
         if poll.waited_s >= self.config.join_warning_s and not poll.has_warned:
             poll.has_warned = True
-            _log.warning("%s", message)
+            limit_s = self.unseen_timeout_s if overdue else self.config.late_timeout_s
+            _log.warning("%s This rank waits up to %g s", message, limit_s)
         return {}
 
     def _stale_ranks_text(self, ranks: Sequence[int]) -> str:

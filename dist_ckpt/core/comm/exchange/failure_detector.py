@@ -31,6 +31,7 @@ class PollInterval:
         self._look_s = min(1.0, config.heartbeat_timeout_s / 10, joining_s)
         self._began_at = running_time()
         self._look_at = self._began_at + self._look_s
+        self._compare_s, self._compare_at = config.join_warning_s, config.join_warning_s
         self.has_warned = False
 
     @property
@@ -48,6 +49,13 @@ class PollInterval:
         if now < self._look_at:
             return False
         self._look_at = now + self._look_s
+        return True
+
+    def is_compare_due(self) -> bool:
+        """Return True, each `join_warning_s`, if it is time to compare the calls of the ranks."""
+        if self.waited_s < self._compare_at:
+            return False
+        self._compare_at = self.waited_s + self._compare_s
         return True
 
 

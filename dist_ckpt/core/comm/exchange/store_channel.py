@@ -182,7 +182,11 @@ class Coordinator:
                 if _has_final_failure(envelopes):
                     break
                 missing = [rank for rank in missing if rank not in envelopes]
-                failures = state.failed_ranks(missing) or state.missing_ranks(missing, poll)
+                failures = (
+                    state.failed_ranks(missing)
+                    or _mismatch(state, envelopes, poll)
+                    or state.missing_ranks(missing, poll)
+                )
             poll.pause()
         return envelopes, failures
 
@@ -209,6 +213,23 @@ class Coordinator:
         ):
             return None
         return Answer(earlier.call, "", b"", b"", earlier.failure)
+
+
+# A participant compares its call with those of this many ranks: all of them read one store.
+MAX_COMPARED = 64
+
+
+def _mismatch(
+    state: ExchangeState, envelopes: Mapping[int, Envelope], poll: PollInterval
+) -> dict[int, Failure]:
+    """Return a failure if ranks are in different calls, while all wait for a late rank.
+
+    They would only learn it when the late rank comes. Calls that were given up do not count.
+    """
+    calls = {rank: (env.call, env.phase) for rank, env in envelopes.items() if not env.gave_up}
+    if state.token or len(calls) < len(envelopes) or not poll.is_compare_due():
+        return {}
+    return state.mismatched_calls(calls, has_all=False)
 
 
 def _has_final_failure(envelopes: Mapping[int, Envelope]) -> bool:
@@ -291,12 +312,33 @@ class Participant:
                 for failure in state.failed_ranks([COORDINATOR]).values():
                     state.skip_missed_operations()
                     raise NoAnswerError(failure.message, rank=COORDINATOR, phase=state.phase)
-                for failure in state.missing_ranks([COORDINATOR], poll).values():
+                failures = state.missing_ranks([COORDINATOR], poll) or self._unmet(own, poll)
+                for failure in failures.values():
                     # The envelope stays: it shows the coordinator that this call is over.
                     self._envelopes.remove(envelope_key)
                     state.put(envelope_key, encode(replace(own, failure=failure, gave_up=True)))
-                    raise NoAnswerError(failure.message, rank=COORDINATOR, phase=state.phase)
+                    raise NoAnswerError(failure.message, rank=failure.rank, phase=state.phase)
             poll.pause()
+
+    def _unmet(self, own: Envelope, poll: PollInterval) -> dict[int, Failure]:
+        """Return a failure if other participants are in another call, or have given this one up.
+
+        The coordinator compares the calls itself when it has entered.
+        """
+        state, beat = self._state, self._state.detector.last_heartbeat(COORDINATOR)
+        if state.token or (beat is not None and beat.number >= state.number):
+            return {}
+        if not poll.is_compare_due():
+            return {}
+        ranks = range(1, min(state.world_size, MAX_COMPARED))
+        keys = [state.key(rank) for rank in ranks]
+        found = zip(ranks, state.client.call(client_thread.get_each, keys), strict=True)
+        others = {rank: state.unpack(rank, data, Envelope) for rank, data in found if data}
+        for rank, other in others.items():
+            if other.gave_up and other.failure is not None and other.call == own.call:
+                return {rank: other.failure}
+        calls = {r: (env.call, env.phase) for r, env in others.items() if not env.gave_up}
+        return state.mismatched_calls({**calls, state.rank: (own.call, own.phase)}, has_all=False)
 
 
 class StoreChannel:
