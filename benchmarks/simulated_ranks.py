@@ -374,7 +374,7 @@ class SimulatedSave:
             _, attempt, agreed = agree(
                 self.session,
                 lambda: _Preparation(ARGUMENTS, self._own),
-                lambda _: transaction.claim(self.storage, self.path, overwrite=True),
+                lambda *_: transaction.claim(self.storage, self.path, overwrite=True),
                 SaveAgreement[Attempt],
             )
             transaction.join_attempt(self.storage, self.path, attempt)

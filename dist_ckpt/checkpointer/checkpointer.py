@@ -68,10 +68,12 @@ class Checkpointer:
     With `background` a separate process writes: see `dc.AsyncSaver`. A failed save is logged once,
     with the newest durable checkpoint, and tried again. `on_failure` is "warn", "raise", or a
     function that is called too. After more than `max_failures` in a row, the error is raised on all
-    ranks in any case. `on_commit` is called with each new checkpoint, on rank 0, in a separate
-    thread. For background saves, that thread also calls `on_failure`. After a signal the run saves
-    and stops, within `stop_within_s` seconds from the signal on. This save does not wait for older
-    saves, and supersedes a save that has not begun.
+    ranks in any case. If a save does not fit, what no rule keeps is removed first. `free_first`
+    then also removes the oldest kept checkpoints, if a newer one is recorded as checked in full:
+    call `dc.verify` in `on_commit`. `on_commit` is called with each new checkpoint, on rank 0, in a
+    separate thread. For background saves, that thread also calls `on_failure`. After a signal the
+    run saves and stops, within `stop_within_s` seconds from the signal on. This save does not wait
+    for older saves, and supersedes a save that has not begun.
     """
 
     @refuse_old_parameters(
@@ -99,6 +101,7 @@ class Checkpointer:
         on_commit: Callable[[Checkpoint], object] | None = None,
         on_failure: OnFailure = "warn",
         max_failures: int = 3,
+        free_first: bool = False,
         stop_within_s: float = 25.0,
         background: bool = True,
         group: ProcessGroup | None = None,
@@ -131,6 +134,7 @@ class Checkpointer:
             on_commit=on_commit,
             on_failure=on_failure,
             max_failures=max_failures,
+            free_first=free_first,
             stop_within_s=stop_within_s,
             background=background,
         )

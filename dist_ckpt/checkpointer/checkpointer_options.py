@@ -38,6 +38,7 @@ class RunArguments(Message, frozen=True):
     background: bool
     on_failure: str
     max_failures: int
+    free_first: bool
     stop_within_s: float
     link_unchanged: tuple[str, ...]
     chosen: str
@@ -66,6 +67,7 @@ class RunOptions:
     on_commit: Callable[[Checkpoint], object] | None = None
     on_failure: OnFailure = "warn"
     max_failures: int = 3
+    free_first: bool = False
     stop_within_s: float = 25.0
     background: bool = True
 
@@ -110,7 +112,7 @@ class RunOptions:
 
     def _check_flags(self) -> None:
         self.load_options().selection()
-        for name in ("must_exist", "read_only", "background", "init_strict"):
+        for name in ("must_exist", "read_only", "background", "init_strict", "free_first"):
             check_flag(name, getattr(self, name))
         if self.init is not None:
             try:
@@ -139,6 +141,7 @@ class RunOptions:
             background=self.background,
             on_failure=self.on_failure if isinstance(self.on_failure, str) else "warn",
             max_failures=self.max_failures,
+            free_first=self.free_first,
             stop_within_s=float(self.stop_within_s),
             link_unchanged=parse_patterns(self.link_unchanged, "link_unchanged"),
             chosen=str(self.load_options().selection()),

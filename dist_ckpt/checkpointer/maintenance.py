@@ -21,11 +21,12 @@ from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.storage import Storage
+from dist_ckpt.core.storage.forwarding import free_nbytes
 from dist_ckpt.errors import CheckpointError, ConflictError, StorageError
 from dist_ckpt.reports import SaveReport
 from dist_ckpt.runs.listing import list_run
 from dist_ckpt.runs.metrics import put_metrics, put_saved
-from dist_ckpt.runs.prune import find_metric_names, prune
+from dist_ckpt.runs.prune import find_metric_names, free_oldest, prune, remove_dead_saves
 from dist_ckpt.runs.run import is_complete
 
 _log = logging.getLogger("dist_ckpt")
@@ -118,6 +119,37 @@ class MaintenanceThread:
         return self._find_restorable(step) or (
             f"the run began with step {step}, which is not durable, and has done no step since"
         )
+
+    def make_room(self, nbytes: int) -> None:
+        """Remove what no rule keeps, if a save of `nbytes` does not fit now.
+
+        With `free_first`, remove the oldest checkpoints too. Errors are logged: the save shows
+        whether it fits.
+        """
+        if self._count_missing(nbytes) <= 0:
+            return
+        try:
+            remove_dead_saves(self._storage, self._root, self._incarnation)
+            self._prune()
+            missing = self._count_missing(nbytes)
+            # A running save may be the newest soon, and then a rule may remove an older one.
+            if missing > 0 and self._options.free_first and not self._handles:
+                free_oldest(
+                    self._storage,
+                    self._root,
+                    missing,
+                    is_whole=is_complete,
+                    incarnation=self._incarnation,
+                )
+        except CheckpointError as error:
+            _log.warning("%s: space for the next save is not freed: %s", self._root, error)
+
+    def _count_missing(self, nbytes: int) -> int:
+        try:
+            free = free_nbytes(self._storage, self._root)
+        except CheckpointError:  # the save raises it
+            free = None
+        return 0 if free is None else nbytes - free
 
     def close(self, timeout_s: float | None) -> None:
         """Finish the open work within `timeout_s`, and end. Idempotent."""

@@ -143,6 +143,7 @@ class RunSaves:
             incarnation=self.incarnation,
             boundary=boundary,
             is_urgent=is_urgent,
+            make_room=int if self.maintenance is None else self.maintenance.make_room,
         )
         path = f"{self.incarnation.root.rstrip('/')}/{FOLDER.format(step)}"
         self._begun, self.in_memory_only = {step}, False

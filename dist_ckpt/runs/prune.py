@@ -339,15 +339,73 @@ def prune(  # noqa: PLR0913 - the run, the policy, and limits
             for info, reasons in decisions
         ]
     if not dry_run and any(not reasons for _, reasons in decisions):
-        # Sync the newest before an older one is removed: its saver may have died before the sync.
-        for newest in (listing.usable or listing.alive)[-1:]:
-            for folder in (f"{newest.path}/{newest.attempt}", newest.path, root):
-                storage.sync(folder)
+        _sync_newest(storage, listing)
         decisions = [
             (info, reasons or _remove(storage, listing, info, incarnation))
             for info, reasons in decisions
         ]
     return decisions
+
+
+def _sync_newest(storage: Storage, listing: Listing) -> None:
+    """Sync the newest before an older one is removed: its saver may have died before the sync."""
+    for newest in (listing.usable or listing.alive)[-1:]:
+        for folder in (f"{newest.path}/{newest.attempt}", newest.path, listing.root):
+            storage.sync(folder)
+
+
+def remove_dead_saves(storage: Storage, root: str, incarnation: Incarnation) -> None:
+    """Remove what never becomes a checkpoint: attempts of older incarnations, and abandoned ones.
+
+    Raises ConflictError if a newer incarnation has begun.
+    """
+    incarnation.check(storage)
+    for path in [f"{root}/{name}" for name in _list_folders(storage, root)]:
+        for attempt in attempts.list_attempts(storage, path):
+            is_older = 0 < attempt.incarnation < incarnation.number
+            if is_older and not attempts.is_decided(storage, path, attempt):
+                reason = f"{incarnation.number} is a newer incarnation, and needs its space"
+                attempts.try_abandon(storage, path, attempt, by="a newer run", reason=reason)
+        removal.remove_garbage(storage, path, grace_s=inf)
+
+
+def plan_room(listing: Listing, missing: int) -> tuple[RunCheckpoint, ...]:
+    """Return the oldest checkpoints that free `missing` bytes, or () if all are too few. Pure.
+
+    Each is older than one that was recorded as checked in full, and is not protected. Links to
+    files of other checkpoints are counted as bytes, so less may become free.
+    """
+    usable = listing.usable
+    checked = max((n for n, info in enumerate(usable) if info.is_verified), default=0)
+    freed: list[RunCheckpoint] = []
+    for info in usable[:checked]:
+        if missing > 0 and not info.protected_by and not _find_exemptions(info):
+            freed.append(info)
+            missing -= info.nbytes or 0
+    return () if missing > 0 else tuple(freed)
+
+
+def free_oldest(
+    storage: Storage,
+    root: str,
+    missing: int,
+    *,
+    is_whole: Callable[[RunCheckpoint], bool],
+    incarnation: Incarnation,
+) -> None:
+    """Remove the oldest checkpoints of a run, although rules keep them, if that frees `missing`.
+
+    A newer one stays that was checked in full, and passes the quick check `is_whole` now. Raises
+    the errors of `prune`.
+    """
+    listing = list_run(storage, root, now=removal.read_storage_clock(storage, root))
+    checked = next((info for info in reversed(listing.usable) if info.is_verified), None)
+    oldest = plan_room(listing, missing)
+    if oldest and checked is not None and is_whole(checked):
+        _sync_newest(storage, listing)
+        for info in oldest:
+            _log.warning("%s is removed, as the next save does not fit (free_first)", info.path)
+            _remove(storage, listing, info, incarnation)
 
 
 def _remove(

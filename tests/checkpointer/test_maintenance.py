@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import signal
 import threading
 import time
@@ -17,9 +18,11 @@ import torch
 import dist_ckpt as dc
 from dist_ckpt.checkpointer import maintenance, run_session
 from dist_ckpt.checkpointer.checkpointer_options import RunOptions
+from dist_ckpt.core.commit.commit_protocol import claim
 from dist_ckpt.core.commit.records.incarnations import Incarnation, begin_incarnation
 from dist_ckpt.core.saving.save import save_together
 from dist_ckpt.core.storage import Storage, open_storage
+from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import (
     CheckpointError,
     ConflictError,
@@ -28,7 +31,7 @@ from dist_ckpt.errors import (
     UnequalReplicasError,
 )
 from dist_ckpt.runs.prune import prune as prune_run
-from run_training import damage, fresh, keeper_of, steps_at, steps_in, train
+from run_training import NUM_ROWS, damage, fresh, keeper_of, steps_at, steps_in, train
 
 pytestmark = pytest.mark.usefixtures("alone")
 
@@ -467,6 +470,74 @@ def test_rules_that_are_new_free_a_full_storage(
     with pytest.raises(CheckpointError):
         run(tmp_path, 6, keep=dc.keep.last(2))
     assert steps_at(tmp_path) == [4, 5]
+
+
+@pytest.fixture
+def with_room_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[float], None]:
+    """Return a function that limits the storage to so many checkpoints."""
+
+    nbytes = sum(tensor.nbytes for tensor in (torch.empty(NUM_ROWS, 4), torch.empty(3)))
+
+    def limit(checkpoints: float) -> None:
+        def count_free(*_: object) -> int:
+            files = [*tmp_path.rglob("model*.safetensors")]
+            return int(nbytes * max(0.0, checkpoints - len(files)))
+
+        monkeypatch.setattr(LocalStorage, "free_nbytes", count_free)
+
+    return limit
+
+
+def test_a_save_that_cannot_fit_says_what_is_missing_and_is_a_failed_save(
+    tmp_path: Path, with_room_for: Callable[[float], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path, 1)
+    with_room_for(1.5)
+    with pytest.raises(StorageError, match=r"needs 1.93 kB, .* are missing\. ") as caught:
+        run(tmp_path, 9, keep=dc.keep.last(1), max_failures=2)
+    assert f"{tmp_path} has 1 other checkpoint of " in str(caught.value)
+    assert "room for one checkpoint more than you keep: free space" in str(caught.value)
+    assert steps_at(tmp_path) == [1]
+    assert not (tmp_path / "step-00000002").exists()
+    told = [one for one in caplog.messages if "is not saved" in one]
+    assert len(told) == 3
+    assert all(f"Newest durable save: step 1, at {tmp_path}" in one for one in told)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_is_doomed_makes_room_before_a_save(
+    background: bool, tmp_path: Path, with_room_for: Callable[[float], None]
+) -> None:
+    run(tmp_path, 3)
+    storage, incarnation = root_of(tmp_path)
+    path = f"{tmp_path}/step-00000009"
+    dead = claim(storage, path, overwrite=False, by="a job", incarnation=incarnation)
+    (data,) = Path(tmp_path, "step-00000003").glob("a*/model*.safetensors")
+    shutil.copy(data, dead.folder)
+    with_room_for(3.5)
+    run(tmp_path, 4, keep=dc.keep.last(2), max_failures=0, background=background)
+    assert steps_at(tmp_path) == [3, 4]
+    assert not Path(path, dead.attempt.name).exists()
+
+
+@pytest.mark.parametrize("verified", [False, True])
+def test_free_first_removes_the_oldest_only_if_a_newer_one_is_recorded_as_whole(
+    verified: bool, tmp_path: Path, with_room_for: Callable[[float], None]
+) -> None:
+    run(tmp_path, 1)
+    with_room_for(3.5)
+    if not verified:
+        with pytest.raises(StorageError, match="are missing"):
+            run(tmp_path, 9, keep=dc.keep.last(5), max_failures=0, free_first=True)
+        assert steps_at(tmp_path) == [1, 2, 3]
+        return
+
+    def await_verified(step: int) -> None:
+        wait_for(lambda: dc.checkpoints(tmp_path)[-1].is_verified)
+
+    options = {"free_first": True, "on_commit": lambda one: dc.verify(one.path)}
+    run(tmp_path, 6, await_verified, keep=dc.keep.last(5), max_failures=0, **options)
+    assert steps_at(tmp_path) == [4, 5, 6]
 
 
 def test_a_newer_start_ends_the_pruning_of_an_older_one(

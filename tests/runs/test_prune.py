@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from commit_cases import step_at
-from dist_ckpt.core.commit.attempts import list_attempts, make_folders
+from dist_ckpt.core.commit.attempts import list_attempts, make_folders, try_abandon
 from dist_ckpt.core.commit.commit_protocol import claim
 from dist_ckpt.core.commit.records import protection_protocol
 from dist_ckpt.core.commit.records.incarnations import Incarnation, begin_incarnation
@@ -32,9 +32,19 @@ from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.forwarding import ForwardingStorage, T
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import ConflictError, ExistsError, NotFoundError, StorageError
-from dist_ckpt.runs.listing import RunCheckpoint, list_run
+from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 from dist_ckpt.runs.metrics import put_metrics
-from dist_ckpt.runs.prune import GONE_S, NEWEST, NEWEST_CHECKED, NEWEST_WHOLE, delete_at, prune
+from dist_ckpt.runs.prune import (
+    GONE_S,
+    NEWEST,
+    NEWEST_CHECKED,
+    NEWEST_WHOLE,
+    delete_at,
+    free_oldest,
+    plan_room,
+    prune,
+    remove_dead_saves,
+)
 from dist_ckpt.runs.retention_policy import RetentionPolicy, best, last
 from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
@@ -221,6 +231,81 @@ def test_what_a_newer_start_has_saved_is_left(storage: MemoryStorage) -> None:
     committed(storage, 2, start=1)
     found = prune(storage, ROOT, last(1), is_whole=lambda _: True, incarnation=Incarnation(ROOT, 1))
     assert found[0][1] == ("a newer incarnation saved it",)
+
+
+def test_dead_saves_of_a_run_are_removed_and_running_ones_are_not(storage: MemoryStorage) -> None:
+    for _ in range(2):
+        begin_incarnation(storage, ROOT, restored=None, why="", by="")
+    committed(storage, 1, start=1)
+    old, own = Incarnation(ROOT, 1), Incarnation(ROOT, 2)
+    dead = Attempt(1000, "d" * 16), Attempt(2000, "e" * 16), Attempt(1, "f" * 16)
+    for attempt in dead:
+        make_folders(storage, f"{ROOT}/step-2/{attempt}", [])
+    path = f"{ROOT}/step-3"
+    given_up = claim(storage, path, overwrite=False, by="a save", incarnation=own)
+    try_abandon(storage, path, given_up.attempt, by="a save", reason="it failed")
+    with pytest.raises(ConflictError, match="has taken over"):
+        remove_dead_saves(storage, ROOT, old)
+    remove_dead_saves(storage, ROOT, own)
+    assert step_at(storage, f"{ROOT}/step-1") == 1
+    assert [*list_attempts(storage, f"{ROOT}/step-2")] == [dead[2], dead[1]]
+    assert list_attempts(storage, path) == []
+
+
+def alive(*infos: str) -> Listing:
+    """Return a run of steps from 1 on, each 10 bytes: "v" is verified, "p" pinned, "d" damaged."""
+    return Listing(
+        ROOT,
+        tuple(
+            RunCheckpoint(
+                f"step-{step}",
+                f"{ROOT}/step-{step}",
+                "committed",
+                step,
+                nbytes=10,
+                attempt=Attempt(1000, f"{step:016x}").name,
+                is_verified="v" in info,
+                damage="rot" if "d" in info else None,
+                protected_by=("pinned",) if "p" in info else (),
+            )
+            for step, info in enumerate(infos, start=1)
+        ),
+        (),
+    )
+
+
+@pytest.mark.parametrize(
+    ("infos", "missing", "freed"),
+    [
+        (("", "", "v", ""), 1, [1]),
+        (("", "", "v", ""), 11, [1, 2]),
+        (("", "", "v", ""), 21, []),  # it would not help
+        (("p", "", "v"), 1, [2]),
+        (("p", "v"), 1, []),
+        (("d", "", "v"), 1, [2]),  # its good parts may repair another
+        (("", "vd"), 1, []),
+        (("", "", ""), 1, []),  # none is recorded as whole
+        (("v",), 1, []),
+        (("v", "", ""), 1, []),  # nothing newer is
+        ((), 1, []),
+    ],
+)
+def test_only_what_is_older_than_a_whole_one_makes_room(
+    infos: tuple[str, ...], missing: int, freed: list[int]
+) -> None:
+    assert [info.step for info in plan_room(alive(*infos), missing)] == freed
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_nothing_makes_room_if_the_newer_one_is_not_whole_any_more(
+    storage: MemoryStorage, whole: bool
+) -> None:
+    begin_incarnation(storage, ROOT, restored=None, why="", by="")
+    wheres = [committed(storage, step, start=1) for step in (1, 2, 3)]
+    put(storage, wheres[1], "verified", {"level": "full"})
+    run = Incarnation(ROOT, 1)
+    free_oldest(storage, ROOT, 1, is_whole=lambda one: whole and one.step == 2, incarnation=run)
+    assert steps(storage) == ([2, 3] if whole else [1, 2, 3])
 
 
 def test_bad_roots_are_refused(storage: MemoryStorage) -> None:

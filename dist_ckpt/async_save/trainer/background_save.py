@@ -252,7 +252,7 @@ def save_in_background(
             prepared, save_id, _ = agree(
                 session,
                 partial(_prepare_save, session, job, start, options, state, path),
-                lambda _: secrets.token_hex(16),
+                partial(_name_snapshot, options),
                 SaveAgreement[str],
             )
         is_agreed = True
@@ -264,6 +264,11 @@ def save_in_background(
         save = _stage(prepared, save_id)
     report = _make_report_merger(session, phases.seconds)
     return SaveHandle(prepared.arguments.path, options.step, job.writer, save, report)
+
+
+def _name_snapshot(options: SaveOptions, _: object, plan: AgreedPlan) -> str:
+    options.make_room(plan.nbytes_to_write)
+    return secrets.token_hex(16)
 
 
 @dataclass(slots=True)

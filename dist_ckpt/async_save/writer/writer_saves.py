@@ -34,6 +34,7 @@ from dist_ckpt.core.commit.transaction import RankWriteResult, Transaction
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import SavePlan
+from dist_ckpt.core.planning.save.save_planner import nbytes_to_write
 from dist_ckpt.core.runtime.buffers import BufferPool
 from dist_ckpt.core.saving.agreement import build_plan
 from dist_ckpt.core.shard_io.write.link_unchanged import LinkableSaves, SavedFiles, write_or_link
@@ -248,8 +249,12 @@ class WriterSave:
                     )
                 details = staged.details
                 claiming.decide(
-                    transaction.claim(
-                        storage, path, overwrite=details.overwrite, incarnation=details.incarnation
+                    transaction.claim_room(
+                        storage,
+                        path,
+                        nbytes_to_write(staged.plan),
+                        overwrite=details.overwrite,
+                        incarnation=details.incarnation,
                     )
                 )
         transaction.join_attempt(storage, path, claiming.result(Attempt))

@@ -41,7 +41,9 @@ from dist_ckpt.core.format.filenames import (
     trash_name,
 )
 from dist_ckpt.core.storage import Entry, Storage
+from dist_ckpt.core.storage.forwarding import free_nbytes
 from dist_ckpt.errors import CheckpointError, StorageError
+from dist_ckpt.reports import format_count, format_size
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -201,6 +203,38 @@ def list_garbage(storage: Storage, path: str, *, grace_s: float, now: float) -> 
         or (status.state == "open" and now - status.modified_at > grace_s)
     ]
     return tuple(names)
+
+
+def check_room(storage: Storage, path: str, nbytes: int) -> None:
+    """Raise StorageError if `nbytes` do not fit at `path`, with what could be freed."""
+    free = free_nbytes(storage, path)
+    if free is None or free >= nbytes:
+        return
+    raise StorageError(
+        f"{path}: No space left on device (ENOSPC): this save needs {format_size(nbytes)}, "
+        f"{format_size(free)} are free, and {format_size(nbytes - free)} are missing. "
+        f"{_describe_neighbours(storage, path)}. A save needs room for one checkpoint more than "
+        f"you keep: free space, or save somewhere else"
+    )
+
+
+def _describe_neighbours(storage: Storage, path: str) -> str:
+    """Return a text about the other checkpoints, and the dead saves, in the folder of `path`."""
+    root, name = posixpath.split(path)
+    folders = [entry.name for entry in list_entries(storage, root) if entry.kind == "folder"]
+    others = [
+        status
+        for folder in folders
+        if folder != name
+        for status in list_statuses(storage, f"{root}/{folder}")
+    ]
+    committed = [status.nbytes for status in others if status.state == "committed"]
+    num_dead = sum(status.state in ("open", "abandoned") for status in others)
+    return (
+        f"{root} has {format_count(len(committed), 'other checkpoint')} of "
+        f"{format_size(sum(committed))} (`dist-ckpt prune` removes some), and "
+        f"{format_count(num_dead, 'unfinished save')} (`dist-ckpt gc` removes dead ones)"
+    )
 
 
 def _temporary_ids(storage: Storage, path: str) -> list[Entry]:

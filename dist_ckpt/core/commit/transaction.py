@@ -192,6 +192,24 @@ class Transaction:
         self.attempt = self._claim.attempt
         return self.attempt
 
+    def claim_room(
+        self,
+        storage: Storage,
+        path: str,
+        nbytes: int,
+        *,
+        overwrite: bool,
+        incarnation: Incarnation | None,
+    ) -> Attempt:
+        """Claim like `claim`. StorageError if `nbytes` do not fit, before a rank writes a file."""
+        try:
+            attempt = self.claim(storage, path, overwrite=overwrite, incarnation=incarnation)
+        except StorageError:  # a claim needs some room too
+            removal.check_room(storage, path, nbytes)
+            raise
+        removal.check_room(storage, path, nbytes)  # the claim has removed dead saves at `path`
+        return attempt
+
     def join_attempt(self, storage: Storage, path: str, attempt: Attempt) -> None:
         """Join the attempt that the coordinator has claimed. Every rank calls this."""
         self.storage, self._path, self.attempt = storage, path, attempt

@@ -26,13 +26,15 @@ class AgreedPlan:
     """A plan and its input: this rank's inventory, and the encoded `inventories` of all ranks.
 
     The plan is valid until the inventory of a rank changes. `encoded_catalog` is the catalog as in
-    an index. `save_name` is the name of the first save with this plan, "" before that save.
+    an index. `nbytes_to_write` counts all ranks, without files that may be linked. `save_name` is
+    the name of the first save with this plan, "" before that save.
     """
 
     inventory: Inventory
     inventories: DistinctPayloads
     save_plan: SavePlan
     encoded_catalog: EncodedCatalog
+    nbytes_to_write: int
     save_name: str = ""
 
 
@@ -124,7 +126,7 @@ class Preparation(Protocol):
 def agree(
     session: Session,
     prepare: Callable[[], PreparationT],
-    claim: Callable[[PreparationT], NameT],
+    claim: Callable[[PreparationT, AgreedPlan], NameT],
     agreement_type: type[SaveAgreement[NameT]],
 ) -> tuple[PreparationT, NameT, AgreedPlan]:
     """Agree on a save. Return this rank's preparation, the name and the plan. Collective.
@@ -143,7 +145,8 @@ def agree(
         cached_name, epoch = cached.save_name if cached else "", session.collective.epoch
         proposal = SaveProposal(prepared.arguments, cached_name, epoch, prepared.unmatched)
         if (proposals := agreeing.gather(proposal)) is not None:
-            save_name = claim(prepared) if check_proposals(proposals) else None
+            is_cached = check_proposals(proposals)
+            save_name = claim(prepared, cached) if is_cached and cached is not None else None
             epoch = max(proposal.connection_epoch for proposal in proposals)
             agreeing.decide(SaveAgreement(save_name, epoch))
     agreement = agreeing.result(agreement_type)
@@ -155,7 +158,7 @@ def agree(
         prepared.accept_plan(plan)
         planning.gather(None)
         if planning.is_coordinator:
-            planning.decide(SaveAgreement(claim(prepared), agreement.connection_epoch))
+            planning.decide(SaveAgreement(claim(prepared, plan), agreement.connection_epoch))
     chosen = planning.result(agreement_type).name
     assert chosen is not None
     session.cache(SaveCache).plan = replace(plan, save_name=str(chosen))
@@ -200,7 +203,8 @@ def plan_together(session: Session, inventory: Inventory) -> AgreedPlan:
     """Gather the inventories, and make the same plan on every rank. Collective."""
     inventories = session.collective.all_gather_distinct(typed_msgpack.encode(inventory))
     plan = build_plan(inventories, session.channel.world_size)
-    return AgreedPlan(inventory, inventories, plan, EncodedCatalog(plan.catalog))
+    nbytes = save_planner.nbytes_to_write(plan)
+    return AgreedPlan(inventory, inventories, plan, EncodedCatalog(plan.catalog), nbytes)
 
 
 def build_plan(encoded: DistinctPayloads, world_size: int) -> SavePlan:

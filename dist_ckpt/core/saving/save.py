@@ -56,8 +56,9 @@ MAX_MIRRORED_CHARS = 1024
 class SaveOptions:
     """The options of `save`. Call `check` inside an exchange, so that all ranks raise its error.
 
-    Only a run sets the last three: its incarnation, the boundary, and whether the save is urgent.
-    An urgent background save does not wait for an earlier one.
+    Only a run sets the last four: its incarnation, the boundary, whether the save is urgent, and a
+    function that frees space for so many bytes. Rank 0 calls it. An urgent background save does not
+    wait for an earlier one.
     """
 
     step: int | None = None
@@ -75,6 +76,7 @@ class SaveOptions:
     incarnation: Incarnation | None = None
     boundary: int | None = None
     is_urgent: Callable[[], bool] = bool
+    make_room: Callable[[int], object] = int
 
     def check(self) -> None:
         """Raise TypeError or ValueError for options that are not valid."""
@@ -223,7 +225,7 @@ def save_together(
             prepared, attempt, plan = agree(
                 session,
                 partial(_prepare_save, session, state, path, options, storage, source),
-                partial(_claim, transaction),
+                partial(_claim, transaction, options),
                 SaveAgreement[Attempt],
             )
             transaction.join_attempt(prepared.storage, prepared.arguments.path, attempt)
@@ -287,11 +289,15 @@ def _prepare_save(
     return _PreparedSave(arguments, counting, local_state, attached, unmatched)
 
 
-def _claim(transaction: Transaction, prepared: _PreparedSave) -> Attempt:
+def _claim(
+    transaction: Transaction, options: SaveOptions, prepared: _PreparedSave, plan: AgreedPlan
+) -> Attempt:
     arguments = prepared.arguments
-    return transaction.claim(
+    options.make_room(plan.nbytes_to_write)
+    return transaction.claim_room(
         prepared.storage,
         arguments.path,
+        plan.nbytes_to_write,
         overwrite=arguments.overwrite,
         incarnation=arguments.incarnation,
     )

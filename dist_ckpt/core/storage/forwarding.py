@@ -14,7 +14,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from dist_ckpt.config import STALL_TIMEOUT_S, stall_timeout_s
 from dist_ckpt.core.format.checksums import Buffer
@@ -24,6 +24,19 @@ from dist_ckpt.errors import StorageError
 from dist_ckpt.reports import IoCount
 
 T = TypeVar("T")
+
+
+@runtime_checkable
+class _LimitedStorage(Protocol):
+    """A storage that can also tell its free space."""
+
+    def free_nbytes(self, path: str) -> int | None:
+        """See the function `free_nbytes`."""
+
+
+def free_nbytes(storage: Storage, path: str) -> int | None:
+    """Return the free bytes for new files at `path`; None if the storage cannot tell."""
+    return storage.free_nbytes(path) if isinstance(storage, _LimitedStorage) else None
 
 
 class ForwardingStorage:
@@ -94,6 +107,10 @@ class ForwardingStorage:
 
     def sync(self, folder: str) -> None:
         self.make_call(f"sync {folder}", lambda: self.inner.sync(folder))
+
+    def free_nbytes(self, path: str) -> int | None:
+        """Return what the function `free_nbytes` returns for `inner`."""
+        return free_nbytes(self.inner, path)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -285,6 +302,9 @@ class DeadlineStorage(ForwardingStorage):
             # The error refers to this frame. A cycle would keep the callers' data alive, such as
             # the state of a save, until the next garbage collection.
             del future
+
+    def free_nbytes(self, path: str) -> int | None:
+        return self.make_call(f"statvfs {path}", partial(free_nbytes, self.inner, path))
 
     def finish(self, path: str, act: Callable[[], int]) -> int:
         # The sync of one file may wait for the bytes of all others.

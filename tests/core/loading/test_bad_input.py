@@ -565,8 +565,8 @@ def found_in(outcomes: dict[str, Any], case: str) -> dict[str, Any]:
     ("case", "facts"),
     [
         ("file_limit", ("File too large", "EFBIG", "raise the limit of file sizes")),
-        ("full", ("No space left on device", "ENOSPC", "free space")),
-        ("no_space_at_all", ("No space left on device", "ENOSPC", "free space")),
+        ("full", ("No space left on device", "ENOSPC", "kB are missing", "free space")),
+        ("no_space_at_all", ("No space left on device", "ENOSPC", "are missing", "free space")),
         ("read_only", ("Read-only file system", "EROFS", "choose another path")),
     ],
 )
@@ -579,6 +579,11 @@ def test_a_save_that_finds_no_room_leaves_everything_as_it_was(
         assert fact in one["message"]
     assert one["same"]
     assert one["untouched"]
+
+
+def test_a_resumed_run_frees_a_full_disk_before_its_first_save(outcomes: dict[str, Any]) -> None:
+    # Step 2 is the newest that was checked in full: the resume has read it.
+    assert found_in(outcomes, "little_room") == {"steps": [2, 5], "dead": False}
 
 
 @pytest.mark.parametrize("door", ["delete", "reshard"])

@@ -117,6 +117,32 @@ def no_space_at_all(folder: Path) -> dict[str, object]:
     return saves(folder)
 
 
+def little_room(folder: Path) -> dict[str, object]:
+    """Resume a run on a disk with room for three checkpoints, whose last job died while it saved.
+
+    One checkpoint is left there, and another that no rule keeps. The dead save has the rest.
+    """
+    own_mounts()
+    mount(folder, 0, b"size=1200k")
+    root, state = folder / "run", {"model": {"w": torch.zeros(64, 1024)}}
+    options: dict[str, Any] = {"save": dc.every(steps=1), "background": False, "max_failures": 0}
+    with dc.Checkpointer(root, **options) as ck:
+        for _ in ck.steps(state, until=2):
+            pass
+    (data,) = root.glob("step-00000002/a*/model-00000.safetensors")
+    dead = root / "step-00000003" / data.parent.name
+    dead.mkdir(parents=True)
+    with (dead / data.name).open("wb", buffering=0) as filler:
+        with suppress(OSError):
+            while filler.write(bytes(4096)):
+                pass
+        filler.truncate(filler.tell() - (100 << 10))  # for records
+    with dc.Checkpointer(root, keep=dc.keep.last(1), **options) as ck:
+        for _ in ck.steps(state, until=5):
+            pass
+    return {"steps": [one.step for one in dc.checkpoints(root)], "dead": dead.exists()}
+
+
 def read_only(folder: Path) -> dict[str, object]:
     own_mounts()
     mount(folder, 0, b"size=1m")
@@ -190,5 +216,5 @@ def run(case: Callable[[Path], dict[str, object]], root: Path) -> object:
 
 if __name__ == "__main__":
     os.umask(0o022)
-    cases = (file_limit, full, no_space_at_all, read_only, permissions)
+    cases = (file_limit, full, no_space_at_all, little_room, read_only, permissions)
     print(json.dumps({case.__name__: run(case, Path(sys.argv[1])) for case in cases}))

@@ -174,6 +174,12 @@ def stored_nbytes(catalog: Catalog) -> dict[tuple[int, int], int]:
     return nbytes
 
 
+def nbytes_to_write(plan: SavePlan) -> int:
+    """Return the bytes of the shards that a save writes, without files that may be linked."""
+    sizes = stored_nbytes(plan.catalog).items()
+    return sum(nbytes for (component, _), nbytes in sizes if component not in plan.linkable)
+
+
 def find_replica_groups(plan: SavePlan, rank: int) -> tuple[ReplicaGroup, ...]:
     """Return the tensors and values that a rank shares, grouped by the ranks that hold them."""
     catalog = plan.catalog

@@ -168,6 +168,18 @@ class LocalStorage:
             finally:
                 os.close(fd)
 
+    def free_nbytes(self, path: str) -> int | None:
+        """Return the free bytes for this user, without a quota; None if the system cannot tell."""
+        while True:
+            try:
+                volume = os.statvfs(path)
+            except FileNotFoundError:
+                path = os.path.dirname(path)
+            except OSError:
+                return None
+            else:
+                return volume.f_bavail * volume.f_frsize if volume.f_blocks else None
+
 
 class _LocalWritableFile:
     """A file; with `direct`, the second descriptor is for direct writes."""
