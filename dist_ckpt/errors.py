@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from math import inf
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
+
+_WithText = TypeVar("_WithText")
 
 # A message lists at most this many problems or names, and counts the others.
 MAX_LISTED = 20
@@ -115,6 +118,35 @@ def listed(texts: Sequence[str], separator: str = ", ") -> str:
     """Join texts for a message: the first `MAX_LISTED`, and the number of the others."""
     more = len(texts) - MAX_LISTED
     return separator.join([*texts[:MAX_LISTED], *([f"and {more} more"] if more > 0 else [])])
+
+
+# Messages about one cause differ in paths, numbers and digests, and in the tensors of a file.
+_VARYING = re.compile(r"; it holds .*|\S*/\S*|[0-9a-f]{16,}|[0-9][0-9,]*")
+
+# So many similar messages become one.
+_MIN_SIMILAR = 4
+
+
+def group_similar(
+    items: Iterable[_WithText], text: Callable[[_WithText], str]
+) -> list[list[_WithText]]:
+    """Group items whose texts differ only in paths, numbers and digests. Small groups are split."""
+    groups: dict[str, list[_WithText]] = {}
+    for item in items:
+        groups.setdefault(_VARYING.sub("#", text(item)), []).append(item)
+    parts = (
+        [group] if len(group) >= _MIN_SIMILAR else [[item] for item in group]
+        for group in groups.values()
+    )
+    return [*chain.from_iterable(parts)]
+
+
+def merge_similar(texts: Iterable[str]) -> list[str]:
+    """Return the first of similar messages, with the number of the others."""
+    return [
+        group[0] + f" (and {len(group) - 1} more like it)" * (len(group) > 1)
+        for group in group_similar(texts, str)
+    ]
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -60,6 +60,7 @@ class Run:
         """Return the checkpoint of a step or of a selector.
 
         NotFoundError if it does not exist, ValueError for a bad selector. Both list what exists.
+        CorruptError if the index of that step is damaged.
         """
         if type(which) is int and which >= 0:
             return select(self._list(), str(which))

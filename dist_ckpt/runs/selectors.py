@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -24,7 +25,14 @@ from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef
 from dist_ckpt.core.commit.records.record_store import can_lease
 from dist_ckpt.core.format.filenames import is_selector, selections
 from dist_ckpt.core.storage import Storage, open_storage, real_path
-from dist_ckpt.errors import NotFoundError, StorageError, listed
+from dist_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    IncompatibleError,
+    NotFoundError,
+    StorageError,
+    listed,
+)
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 
 _log = logging.getLogger("dist_ckpt")
@@ -72,7 +80,8 @@ def select(listing: Listing, selector: str) -> RunCheckpoint:
     """Return the checkpoint that a selector names; give the selector without its @.
 
     Raises NotFoundError if no checkpoint matches, and ValueError for a bad selector. Raises
-    CorruptError if the history cannot be read, unless the selector is a step or a tag.
+    CorruptError if the history cannot be read, unless the selector is a step or a tag. Raises
+    CorruptError or IncompatibleError for a step whose index cannot be read.
     """
     if not is_selector(selector):
         raise ValueError(f"{selector!r} is not a selector: there are {_SELECTORS}")
@@ -90,6 +99,7 @@ def select(listing: Listing, selector: str) -> RunCheckpoint:
         tags = sorted(tag for info in listing.checkpoints for tag in info.tags)
         raise NotFoundError(
             f"{listing.root}: no checkpoint has the tag {name!r}; {_list_text('tags', tags)}"
+            f"{_unreadable_text(listing)}"
         )
     return _select_step(listing, int(kind))
 
@@ -129,7 +139,7 @@ def measured(listing: Listing, name: str) -> list[RunCheckpoint]:
         names = {metric for info in listing.usable for metric in info.metrics}
         raise NotFoundError(
             f"{listing.root}: no checkpoint has a value of the metric {name!r}; "
-            f"{_list_text('metrics', sorted(names))}"
+            f"{_list_text('metrics', sorted(names))}{_unreadable_text(listing)}"
         )
     return checkpoints
 
@@ -139,11 +149,39 @@ def _select_step(listing: Listing, step: int) -> RunCheckpoint:
     checkpoints = [info for info in reversed(listing.checkpoints) if info.where]
     attempts_of_step = [info for info in checkpoints if info.step == step]
     if not attempts_of_step:
+        for info in listing.checkpoints:
+            if _step_in_name(info.name) == step and info.state != "committed":
+                raise _unreadable_error(listing, info)
         steps = sorted({info.where[0] for info in checkpoints if info.where})
         raise NotFoundError(
             f"{listing.root}: no checkpoint of step {step}; {_list_text('steps', map(str, steps))}"
+            f"{_unreadable_text(listing)}"
         )
     return max(attempts_of_step, key=lambda info: not info.is_orphaned)
+
+
+def _step_in_name(name: str) -> int | None:
+    digits = re.search(r"[0-9]+$", name)
+    return int(digits[0]) if digits else None
+
+
+def _unreadable_error(listing: Listing, info: RunCheckpoint) -> CheckpointError:
+    """Return the error of a checkpoint, selected by the step in its name, that is not committed."""
+    text = f"{info.path} is {info.state}: {info.problem}"
+    usable = () if listing.history_problem else listing.usable
+    good = f". The newest good checkpoint is {usable[-1].path}" if usable else ""
+    kinds: dict[str, type[CheckpointError]] = {
+        "damaged": CorruptError,
+        "incompatible": IncompatibleError,
+    }
+    return kinds.get(info.state, NotFoundError)(f"{text}{good}")
+
+
+def _unreadable_text(listing: Listing) -> str:
+    """Return a note about checkpoints whose step, metrics and tags cannot be read."""
+    infos = (info for info in listing.checkpoints if info.state in ("damaged", "incompatible"))
+    states = [f"{info.name} is {info.state}" for info in infos]
+    return f"; not readable: {listed(states)}" if states else ""
 
 
 def _list_text(kind: str, names: Iterable[str]) -> str:

@@ -54,7 +54,8 @@ def test_verify_of_a_runs_folder_verifies_all_in_it(run, checkpoint):
     code, out, _ = run("verify", root)
     assert code == 1
     assert file.name in out
-    assert out.endswith("2 checkpoints checked, 1 damaged\n")
+    newest = root / "step-00000008"
+    assert out.endswith(f"2 checkpoints checked, 1 damaged; the newest good one is {newest}\n")
     code, out, _ = run("verify", root, "--json")
     document = json.loads(out)
     assert (code, document["schema"], document["ok"]) == (1, "dist-ckpt.verify-all/2", False)
@@ -113,6 +114,70 @@ def test_damage_is_told_by_the_exit_code_though_nobody_reads_on(checkpoint, word
         check=False,
     )
     assert (done.returncode, done.stderr) == (1, "")
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Return a run of three steps, each with 30 tensors of a block or so."""
+    root = tmp_path / "run"
+    for step in (10, 20, 30):
+        weights = {f"w{number:02}": torch.ones(30 + number) for number in range(30)}
+        dc.save({"model": weights}, root / f"step-{step}", step=step)
+    return root
+
+
+def shard_file(root, step):
+    return next((root / f"step-{step}").glob("a1-*/model-00000.safetensors"))
+
+
+@pytest.mark.parametrize("quick", [[], ["--quick"]])
+def test_a_truncated_file_is_one_problem_and_one_line_names_what_is_lost(run, root, quick):
+    file = shard_file(root, 30)
+    whole = file.read_bytes()
+    tensors = ", ".join(f"model.w{number:02} rows 0:{30 + number}" for number in range(20))
+    problem = f"{file} of rank 0 is truncated: {{}} of {len(whole):,} bytes"
+    newest = f"1 problem; the newest good one is {root / 'step-20'}"
+    for nbytes, lost in ((100, f"{tensors}, and 10 more"), (len(whole) - 1, "model.w29 rows 0:59")):
+        file.write_bytes(whole[:nbytes])
+        code, out, _ = run("verify", root / "step-30", *quick)
+        first, second, last = out.splitlines()
+        assert code == 1
+        assert first == f"DAMAGED  {problem.format(f'{nbytes:,}')}"
+        assert second == f"         lost with it: {lost}"
+        assert last.endswith(newest)
+    document = json.loads(run("verify", root / "step-30", "--json")[1])
+    assert [row["tensor"] for row in document["problems"]] == [None, "model.w29"]
+    facts = json.loads(run("report", root / "step-30", "--json")[1])
+    assert facts["verification"]["problems"][1]["what"] == "lost with the file"
+
+
+def test_damage_that_is_alike_is_one_line_with_a_count(run, root):
+    file = shard_file(root, 30)
+    data = bytearray(file.read_bytes())
+    data[8192:] = bytes(len(data) - 8192)  # behind the header
+    file.write_bytes(data)
+    code, out, _ = run("verify", root / "step-30")
+    first, second, last = out.splitlines()
+    assert code == 1
+    assert first.startswith("DAMAGED  model.w00 rows 0:30: damaged, the block's digest is ")
+    assert second.startswith("         and 29 more like it: model.w01 rows 0:31, model.w02 rows")
+    assert second.endswith(", and 9 more")
+    assert last.endswith(f"30 problems; the newest good one is {root / 'step-20'}")
+
+
+def test_a_step_whose_index_is_broken_is_named_and_so_is_the_newest_good_one(run, root):
+    shard_file(root, 30).unlink()
+    assert run("verify", root / "step-30")[0] == 1
+    next((root / "step-20").glob("a1-*/index.json")).write_text("torn")
+    newest = f"The newest good checkpoint is {root / 'step-10'}\n"
+    for words in (("show", f"{root}@20"), ("show", root / "step-20"), ("pin", f"{root}@20")):
+        code, out, err = run(*words)
+        assert (code, out) == (1, ""), words
+        assert "index.json: not JSON" in err
+        assert err.endswith(newest), err
+    code, _, err = run("show", f"{root}@21")
+    assert code == 3
+    assert err.endswith("the steps there are: 10, 30; not readable: step-20 is damaged\n")
 
 
 def test_one_problem_is_one(run, checkpoint):

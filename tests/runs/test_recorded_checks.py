@@ -14,6 +14,7 @@ import dist_ckpt as dc
 from dist_ckpt.core.checkpoint import verify as verifying
 from dist_ckpt.core.commit.records import checks
 from dist_ckpt.core.commit.records.checks import CHECK, newest_checks, put_check
+from dist_ckpt.core.commit.records.incarnations import begin_incarnation
 from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.shard_io.read import open_files
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
@@ -200,6 +201,41 @@ def test_a_file_without_data_is_a_problem_and_no_damage(root: Path) -> None:
     assert (damaged(root), verified(root)) == ([], [])
     dc.load(fresh(), root / "s3")
     assert verified(root) == [3]
+
+
+@pytest.mark.parametrize("find", FINDERS)
+def test_an_error_of_damage_names_the_newest_good_checkpoint(
+    root: Path, find: Callable[[Path], None]
+) -> None:
+    spoil(root, 4)
+    dc.verify(root / "s4")  # it is known to be damaged
+    dc.save(fresh(), root / "final")  # without a step
+    (root / "logs").mkdir()
+    file = spoil(root, 3)
+    with pytest.raises(CorruptError) as caught:
+        find(root)
+    assert str(caught.value).endswith(f"The newest good checkpoint is {root / 's2'}")
+    assert str(caught.value).count("newest good") == 1
+    (index,) = file.parent.glob("index.json")
+    index.write_text("torn")
+    with pytest.raises(CorruptError, match=f"not JSON.*The newest good checkpoint is {root}/s2"):
+        find(root)
+
+
+def test_of_an_error_without_a_good_checkpoint_none_is_named(root: Path) -> None:
+    dc.save(fresh(), root / "alone" / "s3", step=3)
+    spoil(root / "alone", 3)
+    with pytest.raises(CorruptError) as caught:
+        load(root / "alone")
+    assert str(caught.value).endswith("; load an older checkpoint")
+
+
+def test_no_orphan_is_called_good(root: Path) -> None:
+    storage, key = LocalStorage(), dc.checkpoints(root)[0].where
+    begin_incarnation(storage, str(root), restored=key, why="", by="", after=0)
+    spoil(root, 3)
+    with pytest.raises(CorruptError, match=f"The newest good checkpoint is {root}/s1"):
+        load(root)
 
 
 def test_one_rank_records_what_another_has_met() -> None:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from dist_ckpt.core.commit.attempts import list_attempts
 from dist_ckpt.core.commit.records.incarnations import begin_incarnation
 from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
-from dist_ckpt.errors import CorruptError, NotFoundError
+from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.runs.listing import list_run
 from dist_ckpt.runs.selectors import resolve, select
 from dist_ckpt.testing.faulty_storage import FaultyStorage
@@ -91,6 +92,31 @@ def test_a_damaged_one_is_no_candidate_and_that_is_logged(storage, caplog) -> No
     with caplog.at_level(logging.WARNING, "dist_ckpt"):
         assert chosen(storage, "latest") == "step-40"
     assert "step-50 is damaged and is ignored" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        (b"{}", CorruptError),
+        (b'{"format":{"version":2},"digest":"00"}', IncompatibleError),
+        (None, NotFoundError),
+    ],
+)
+def test_a_step_that_cannot_be_read_says_why_and_names_the_newest_good_one(
+    storage: MemoryStorage, content: bytes | None, error: type[Exception]
+) -> None:
+    path = f"{ROOT}/step-50"
+    for attempt in list_attempts(storage, path):
+        storage.remove(f"{path}/{attempt}/index.json")
+        if content is not None:
+            storage.create(f"{path}/{attempt}/index.json", len(content)).write_at(0, content)
+    said = rf"{path} is \w+: .*\. The newest good checkpoint is {ROOT}/step-40"
+    with pytest.raises(error, match=said):
+        chosen(storage, "50")
+    if content is not None:
+        for selector in ("70", "tag:best", "min:loss"):
+            with pytest.raises(NotFoundError, match="; not readable: step-50 is"):
+                chosen(storage, selector)
 
 
 def test_without_a_history_only_steps_and_tags_are_found(storage: MemoryStorage) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dist_ckpt.errors import MAX_LISTED, listed, ranks_text, remedy_of_parts
+from dist_ckpt.errors import MAX_LISTED, listed, merge_similar, ranks_text, remedy_of_parts
 
 
 def test_ranks_are_written_as_ranges() -> None:
@@ -20,6 +20,13 @@ def test_of_many_texts_the_first_are_named_and_the_others_counted() -> None:
     assert listed(texts[:2]) == "0, 1"
     assert listed(texts[:MAX_LISTED], "; ").endswith("; 19")
     assert listed(texts, "; ").endswith("; 19; and 3 more")
+
+
+def test_of_messages_that_are_alike_the_first_is_told_and_the_others_are_counted() -> None:
+    missing = [f"/ck/model-{n:05}.safetensors is missing; it holds w{n}, b" for n in range(94)]
+    other = "/ck/model-00007.safetensors of rank 7 is truncated: 100 of 78,928 bytes"
+    assert merge_similar([*missing, other]) == [f"{missing[0]} (and 93 more like it)", other]
+    assert merge_similar(missing[:3]) == missing[:3]  # all of them are as short
 
 
 def test_an_optimizers_own_dict_is_not_to_be_kept_per_rank() -> None:

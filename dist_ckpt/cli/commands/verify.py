@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import click
 
 from dist_ckpt.cli import output, results, shared_options
-from dist_ckpt.core.checkpoint.verify import Level, VerifyReport
+from dist_ckpt.core.checkpoint.verify import Level, Problem, VerifyReport
 from dist_ckpt.core.checkpoint.verify import verify as verify_checkpoint
+from dist_ckpt.core.commit.records.checks import find_newest_good
+from dist_ckpt.core.shard_io.read.open_files import rows_text
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.default_opener import OPENER
-from dist_ckpt.errors import CheckpointError, NotFoundError
+from dist_ckpt.errors import CheckpointError, NotFoundError, group_similar, listed
 from dist_ckpt.reports import format_count, format_size
 from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
 from dist_ckpt.runs.selectors import resolve
@@ -46,7 +48,9 @@ def verify(path: str, *, quick: bool, as_json: bool) -> None:
             if as_json:
                 output.print_json(results.convert(report, results.VerifyResult))
             else:
-                _print(report)
+                newest = find_newest_good(*open_storage(path))
+                advice = f"the newest good one is {newest}" if newest else "load an older one"
+                _print(report, f"; {advice}")
     else:
         _verify_all(path, listing, level, as_json=as_json)
 
@@ -87,7 +91,9 @@ def _verify_all(
             output.print_json(document)
         else:
             checked = f"{format_count(len(reports), 'checkpoint')} checked"
-            click.echo(f"{output.printable(root)}: {checked}, {num_damaged} damaged")
+            good = [report.path for report in reports if report.ok]
+            newest = f"; the newest good one is {good[-1]}" if num_damaged and good else ""
+            click.echo(output.printable(f"{root}: {checked}, {num_damaged} damaged{newest}"))
 
 
 def _verify(
@@ -108,17 +114,37 @@ def _verify(
     return results.SkippedCheckpoint(path=checkpoint.path, why=why), code
 
 
-def _print(report: VerifyReport | results.SkippedCheckpoint) -> None:
+def _print(report: VerifyReport | results.SkippedCheckpoint, advice: str = "") -> None:
     if isinstance(report, results.SkippedCheckpoint):
         path, why = output.printable(report.path), output.printable(report.why)
         click.echo(f"note     {path}: {why}: not checked")
         return
-    for problem in report.problems:
-        click.echo(f"DAMAGED  {output.printable(problem.what)}")
+    causes = [problem for problem in report.problems if problem.cause is None]
+    for line in _damage_lines(causes, report.problems):
+        click.echo(output.printable(line))
     for note in report.notes:
         click.echo(f"note     {output.printable(note)}")
     files = format_count(report.num_files, "file")
-    problems = format_count(len(report.problems), "problem")
+    problems = format_count(len(causes), "problem")
     checked = f"{files}, {format_size(report.nbytes_checked)} checked"
-    result = "ok" if report.ok else f"{problems}; load an older one"
-    click.echo(f"{output.printable(report.path)}: {checked}: {result}")
+    result = "ok" if report.ok else f"{problems}{advice}"
+    click.echo(output.printable(f"{report.path}: {checked}: {result}"))
+
+
+def _damage_lines(causes: Sequence[Problem], problems: Sequence[Problem]) -> Iterator[str]:
+    """Yield a line for each cause, and below it a line for all that is like it, or lost with it."""
+    lost: dict[tuple[str, str | None], list[str]] = {}
+    for problem in problems:
+        lost.setdefault((problem.file, problem.cause), []).append(_place(problem))
+    for first, *others in group_similar(causes, lambda p: p.what.replace(p.tensor or "\n", "#")):
+        yield f"DAMAGED  {first.what}"
+        if others:
+            yield f"         and {len(others)} more like it: {listed([*map(_place, others)])}"
+        if parts := [part for p in (first, *others) for part in lost.get((p.file, p.what), ())]:
+            yield f"         lost with it: {listed(parts)}"
+
+
+def _place(problem: Problem) -> str:
+    if problem.tensor is None:
+        return problem.file
+    return f"{problem.tensor} {rows_text(problem.rows)}"

@@ -17,6 +17,7 @@ from dist_ckpt.config import Config
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.checkpoint.opener import NATIVE, Opener
 from dist_ckpt.core.commit import attempts
+from dist_ckpt.core.commit.records.checks import naming_newest_good
 from dist_ckpt.core.format import strict_json
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.filenames import Attempt
@@ -55,7 +56,8 @@ def open(  # noqa: A001  # it is `dc.open`
 
 def open_at(storage: Storage, path: str) -> Checkpoint:
     """Open the checkpoint at a storage's path, as `open` does."""
-    attempt, index = attempts.find_checkpoint(storage, path)
+    with naming_newest_good(storage, path):
+        attempt, index = attempts.find_checkpoint(storage, path)
     return Checkpoint(storage, path, attempt, index)
 
 

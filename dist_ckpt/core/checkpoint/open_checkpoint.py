@@ -15,6 +15,7 @@ from dist_ckpt.config import Config
 from dist_ckpt.core.checkpoint.opener import NATIVE, Opener, UserPath
 from dist_ckpt.core.checkpoint.verify import record_damage
 from dist_ckpt.core.commit import attempts
+from dist_ckpt.core.commit.records.checks import name_newest_good, naming_newest_good
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import BLOCK_NBYTES
 from dist_ckpt.core.format.dtypes import DTYPES
@@ -118,7 +119,9 @@ class OpenCheckpoint:
         make: Callable[[Placeholder], object] = lambda value: value,
     ) -> Self:
         """Open the checkpoint at a storage's path, as `open` does."""
-        return cls(storage, path, *attempts.find_checkpoint(storage, path), make=make)
+        with naming_newest_good(storage, path):
+            found = attempts.find_checkpoint(storage, path)
+        return cls(storage, path, *found, make=make)
 
     @property
     def folder(self) -> str:
@@ -143,7 +146,7 @@ class OpenCheckpoint:
     def handle_damage(self) -> Iterator[None]:
         """Record damage that is found in this block. NotFoundError if the checkpoint was removed.
 
-        Without `records_damage`, nothing is recorded.
+        The error names the newest good checkpoint. Without `records_damage`, neither is done.
         """
         with attempts.not_found_if_removed(self.storage, self.path, self.attempt):
             try:
@@ -151,6 +154,7 @@ class OpenCheckpoint:
             except CorruptError as error:
                 if self.records_damage:
                     record_damage(self.storage, error)
+                    name_newest_good(error, self.storage, self.path)
                 raise
 
     # --- values ---

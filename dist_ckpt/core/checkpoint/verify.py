@@ -15,7 +15,7 @@ from typing import Literal
 from dist_ckpt.config import Config
 from dist_ckpt.core.checkpoint.opener import NATIVE, Opener
 from dist_ckpt.core.commit.attempts import MAX_TRIES, find_checkpoint, has_folder, read_document
-from dist_ckpt.core.commit.records.checks import note_check
+from dist_ckpt.core.commit.records.checks import iterate_siblings, note_check
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import block_digest
 from dist_ckpt.core.format.dtypes import DTYPES
@@ -57,6 +57,7 @@ class Problem:
     """One problem of a file; `rank`, `tensor` and `rows` say what is damaged, if that is known.
 
     `is_damage`: stored data is lost. False for errors of the storage, and for files without data.
+    `cause`: the problem of the file by which this part of a tensor is lost.
     """
 
     file: str
@@ -65,6 +66,7 @@ class Problem:
     rows: ByteRange | None
     what: str
     is_damage: bool = True
+    cause: str | None = None
 
     def __str__(self) -> str:
         return self.what
@@ -239,19 +241,14 @@ def _record_linked(
     """Check the checkpoints of the run that may have these damaged files under a link."""
     records = index.all_files
     digests = {(records[name].nbytes, records[name].digest) for name in files & records.keys()}
-    root = path.rpartition("/")[0] or "/"
-    for entry in storage.list(root) if files else ():
-        other = f"{root.rstrip('/')}/{entry.name}"
-        if other == path or entry.kind != "folder" or entry.name in filenames.RESERVED_NAMES:
-            continue
-        with suppress(CorruptError, IncompatibleError, NotFoundError):
-            attempt, there = find_checkpoint(storage, other)
-            same = frozenset(
-                name
-                for name, record in there.all_files.items()
-                if (record.nbytes, record.digest) in digests
-            )
-            if same:
+    for other, attempt, there in iterate_siblings(storage, path) if files else ():
+        same = frozenset(
+            name
+            for name, record in there.all_files.items()
+            if (record.nbytes, record.digest) in digests
+        )
+        if same:
+            with suppress(CorruptError, IncompatibleError, NotFoundError):
                 _check_files(storage, other, attempt, there, same, check)
 
 
@@ -463,7 +460,7 @@ class _VerifyRun:
         self._add_problem(name, rank, problem, is_damage=is_damage)
         for fqn, rows in lost:
             text = f"{fqn} {open_files.rows_text(rows)}: lost, for {problem}"
-            self._add_problem(name, rank, text, tensor=fqn, rows=rows, is_damage=is_damage)
+            self.problems.append(Problem(name, rank, fqn, rows, text, is_damage, cause=problem))
 
     def _add_problem(
         self,

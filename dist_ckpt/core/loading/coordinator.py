@@ -25,7 +25,14 @@ from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.state.binding.bind import unexpected_problem
 from dist_ckpt.core.state.tensors.plain_torch import make
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.errors import CheckpointError, IncompatibleError, StorageError, listed, ranks_text
+from dist_ckpt.errors import (
+    CheckpointError,
+    IncompatibleError,
+    StorageError,
+    listed,
+    merge_similar,
+    ranks_text,
+)
 from dist_ckpt.reports import find_slowest
 
 _log = logging.getLogger("dist_ckpt")
@@ -281,7 +288,7 @@ def _check_fits(
     elif unmatched:
         _log.warning("%s: %s", " and ".join(request.paths), listed(unmatched, "; "))
     if problems:
-        lines = listed(["", *problems], "\n  - ")
+        lines = listed(["", *merge_similar(problems)], "\n  - ")
         paths = " and ".join(checkpoint.path for checkpoint in sources.checkpoints)
         do = "does" if len(sources.checkpoints) == 1 else "do"
         raise IncompatibleError(f"{paths} {do} not fit the state; nothing was changed:{lines}")

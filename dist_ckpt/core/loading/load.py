@@ -10,6 +10,7 @@ the previous step has succeeded on all ranks. A step without work on any rank is
 from __future__ import annotations
 
 import logging
+import posixpath
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -26,7 +27,7 @@ from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.attempts import MAX_TRIES
-from dist_ckpt.core.commit.records.checks import note_check
+from dist_ckpt.core.commit.records.checks import name_newest_good, note_check
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.loading.check import (
     LoadArguments,
@@ -173,9 +174,11 @@ def load_together(
             _log.warning("%s: %s. Everything is now read from storage", sources_text(path), reason)
         return _load(replace(call, memory=NOTHING_IN_MEMORY))
     except CorruptError as error:
-        is_recorder = options.record_check and session.channel.rank == COORDINATOR
-        if is_recorder and error.path is not None:
-            record_damage(storage or open_storage(error.path)[0], error)
+        if session.channel.rank == COORDINATOR and error.path is not None:
+            there = storage or open_storage(error.path)[0]
+            if options.record_check:
+                record_damage(there, error)
+            name_newest_good(error, there, posixpath.dirname(posixpath.dirname(error.path)))
         raise
 
 

@@ -102,7 +102,7 @@ def _problem_row(problem: Problem) -> Json:
         "rank": problem.rank,
         "tensor": None if problem.tensor is None else clip(problem.tensor),
         "rows": None if rows is None else [rows.start, rows.stop],
-        "what": clip(problem.what),
+        "what": clip(problem.what) if problem.cause is None else "lost with the file",
     }
 
 

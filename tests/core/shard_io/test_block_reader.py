@@ -494,7 +494,9 @@ def test_a_file_of_another_size_is_refused_before_anything_is_read(change: int) 
     data = storage.tree()[f"{FOLDER}/{name}"] or b""
     changed = data[:change] if change < 0 else data + bytes(change)
     spoiled = damaged(storage, name, changed)
-    with pytest.raises(CorruptError, match=f"of rank 1 has {len(changed)} bytes") as caught:
+    size = f"{len(changed):,} of {len(data):,} bytes" if change < 0 else f"{len(changed):,} bytes"
+    text = f"of rank 1 {'is truncated:' if change < 0 else 'has'} {size}"
+    with pytest.raises(CorruptError, match=text) as caught:
         load_all(spoiled, index, saved)
     assert "it holds model.w rows 13:40, model.b rows 0:3, model.s (a scalar)" in str(caught.value)
     assert not spoiled.reads
@@ -511,6 +513,18 @@ def test_all_missing_files_are_named_at_once_with_their_ranks_and_tensors() -> N
         caught.value
     )
     assert "model-00001.safetensors of rank 1 is missing" in str(caught.value)
+
+
+def test_of_many_missing_files_the_first_is_named_and_the_others_are_counted() -> None:
+    saved = {"model.w": random_tensor((30, 3), rows((30, 3), *range(1, 30)))}
+    storage = Counting()
+    index = write(storage, FOLDER, saved, world_size=30)
+    for record in index.files:
+        storage.remove(f"{FOLDER}/{index.file_name(record)}")
+    with pytest.raises(CorruptError) as caught:
+        load_all(storage, index, saved)
+    first = "/ck/model-00000.safetensors of rank 0 is missing; it holds model.w rows 0:1"
+    assert str(caught.value) == f"{first} (and 29 more like it); load an older checkpoint"
 
 
 def test_a_file_that_is_cut_off_while_it_is_read_is_corrupt() -> None:

@@ -10,21 +10,25 @@ check has found. Damage is recorded after a second read, and never for an error 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from dist_ckpt.core.commit.attempts import list_attempts, list_entries
+from dist_ckpt.core.commit.attempts import find_checkpoint, list_attempts, list_entries
+from dist_ckpt.core.commit.records.incarnations import read_history
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.commit.records.record_store import (
     StoredAnnotation,
     can_keep_records,
     new_annotation,
     put_annotation,
+    read_annotations,
     read_annotations_of,
 )
-from dist_ckpt.core.format.filenames import RESERVED_NAMES
+from dist_ckpt.core.format.filenames import RESERVED_NAMES, Attempt
+from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.errors import CheckpointError
+from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -90,6 +94,54 @@ def note_check(
     except (CheckpointError, OSError) as error:
         severity = logging.WARNING if damage else logging.DEBUG
         _log.log(severity, "%s: the result of its check could not be recorded: %s", path, error)
+
+
+def iterate_siblings(storage: Storage, path: str) -> Iterator[tuple[str, Attempt, Index]]:
+    """Yield the other checkpoints in the folder of a checkpoint, without those not readable."""
+    root = path.rpartition("/")[0] or "/"
+    for entry in storage.list(root):
+        other = f"{root.rstrip('/')}/{entry.name}"
+        if other != path and entry.kind == "folder" and entry.name not in RESERVED_NAMES:
+            with suppress(CorruptError, IncompatibleError, NotFoundError):
+                yield other, *find_checkpoint(storage, other)
+
+
+def find_newest_good(storage: Storage, path: str) -> str | None:
+    """Return the newest checkpoint of a run that is not known to be damaged, except `path`.
+
+    Orphaned checkpoints do not count. None if there is none, and after an error.
+    """
+    root, good = path.rpartition("/")[0] or "/", []
+    try:
+        checks, history = (
+            newest_checks(read_annotations(storage, root)),
+            read_history(storage, root),
+        )
+        for other, attempt, index in iterate_siblings(storage, path):
+            if index.step is None or history.is_orphaned(index.step, attempt):
+                continue
+            check = checks.get((index.step, attempt))
+            if check is None or not check.damage:
+                good.append((index.step, attempt, other))
+    except (CheckpointError, OSError):
+        return None
+    return max(good)[2] if good else None
+
+
+def name_newest_good(error: CorruptError, storage: Storage, path: str) -> None:
+    """Add the newest good checkpoint of its run to the text of an error about the one at `path`."""
+    if (newest := find_newest_good(storage, path)) is not None:
+        error.args = (f"{error}. The newest good checkpoint is {newest}",)
+
+
+@contextmanager
+def naming_newest_good(storage: Storage, path: str) -> Iterator[None]:
+    """Call `name_newest_good` for an error of damage in this block."""
+    try:
+        yield
+    except CorruptError as error:
+        name_newest_good(error, storage, path)
+        raise
 
 
 def _is_damaged(storage: Storage, root: str, key: CheckpointKey) -> bool:

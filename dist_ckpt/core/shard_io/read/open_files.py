@@ -30,7 +30,7 @@ from dist_ckpt.core.format.shard_file import (
 from dist_ckpt.core.planning.plan import LoadPlan, ReadItem
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.storage import ReadableFile, Storage
-from dist_ckpt.errors import CorruptError, listed
+from dist_ckpt.errors import CorruptError, listed, merge_similar
 
 # This many files of a load stay open until its end, so that a checkpoint that is removed meanwhile
 # still loads. Other files are opened again for each read: a process can usually open 1024.
@@ -141,7 +141,7 @@ def open_files(  # noqa: PLR0913 - the last two are for callers with several pla
         parallel_for(open_number, plan, threads=threads)
         if problems:
             first, *_ = ordered = sorted(problems)
-            text = f"{listed(ordered, '; ')}; load an older checkpoint"
+            text = f"{listed(merge_similar(ordered), '; ')}; load an older checkpoint"
             raise CorruptError(text, path=problems[first])
     except BaseException:
         OpenFiles(plan, new_files).close()
@@ -191,7 +191,13 @@ def size_problem(file: ReadableFile, path: str, record: ShardFileRecord) -> str 
     """Return a message if the size of a file differs from the index, else None."""
     if file.nbytes == record.nbytes:
         return None
-    return f"{path} of rank {record.rank} has {file.nbytes} bytes, the index says {record.nbytes}"
+    return _size_text(f"{path} of rank {record.rank}", file.nbytes, record.nbytes)
+
+
+def _size_text(label: str, nbytes: int, expected: int) -> str:
+    if nbytes < expected:
+        return f"{label} is truncated: {nbytes:,} of {expected:,} bytes"
+    return f"{label} has {nbytes:,} bytes, the index says {expected:,}"
 
 
 def read_header(file: ReadableFile, path: str, record: ShardFileRecord, index: Index) -> ShardFile:
@@ -199,7 +205,9 @@ def read_header(file: ReadableFile, path: str, record: ShardFileRecord, index: I
     if record.header_nbytes > 8 + MAX_HEADER_NBYTES:
         raise CorruptError(f"{path}: no header has {record.header_nbytes} bytes")
     here = f"{path} of rank {record.rank}"
-    data = memoryview(bytearray(min(record.header_nbytes, file.nbytes)))
+    if file.nbytes < record.header_nbytes:
+        raise CorruptError(_size_text(here, file.nbytes, record.nbytes))
+    data = memoryview(bytearray(record.header_nbytes))
     count = file.read_into(0, data)
     actual = checksums.document_digest(data[:count])
     if actual != record.digest:
@@ -305,11 +313,8 @@ def read_document(
         raise CorruptError(f"{path} is missing; load an older checkpoint", path=path) from error
     with closing(file):
         if file.nbytes != record.nbytes:
-            raise CorruptError(
-                f"{path} has {file.nbytes} bytes, the index says {record.nbytes}; "
-                "load an older checkpoint",
-                path=path,
-            )
+            text = _size_text(path, file.nbytes, record.nbytes)
+            raise CorruptError(f"{text}; load an older checkpoint", path=path)
         data = bytearray(record.nbytes)
         file.read_into(0, memoryview(data))
     if (actual := checksums.document_digest(data)) != record.digest:
