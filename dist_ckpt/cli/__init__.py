@@ -33,7 +33,8 @@ _NEW_NAMES = {"plan": "estimate"}
 @cache
 def _modules() -> dict[str, str]:
     """Return the modules in `commands/` by the names of their commands: "import_" by "import"."""
-    names = sorted(module.name for module in iter_modules(commands.__path__))
+    found = (module.name for module in iter_modules(commands.__path__))
+    names = sorted(name for name in found if not name.startswith("_"))
     return {name.rstrip("_").replace("_", "-"): name for name in names}
 
 

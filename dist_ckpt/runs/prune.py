@@ -96,7 +96,9 @@ def delete_at(storage: Storage, path: str, *, force: bool) -> None:
         (stored.step, stored.attempt) for stored in read_annotations(storage, root)
     }:
         if attempt in deleted:
-            _forget(CheckpointRef(storage, root, path, (step, attempt)), annotations, paths)
+            _remove_annotations(
+                CheckpointRef(storage, root, path, (step, attempt)), annotations, paths
+            )
 
 
 def check_unprotected(storage: Storage, path: str) -> None:
@@ -147,7 +149,7 @@ _IN_PROGRESS = (
 )
 
 
-def _forget(
+def _remove_annotations(
     subject: CheckpointRef, annotations: Sequence[StoredAnnotation], paths: Sequence[str]
 ) -> None:
     """Remove the annotations of a removed checkpoint.
@@ -441,6 +443,8 @@ def _remove(
     if not reasons:
         _remove_folder(storage, root, path)
         same = [other.path for other in listing.checkpoints if other.where == info.where]
-        _forget(subject, listing.annotations, [other for other in same if other != path])
+        _remove_annotations(
+            subject, listing.annotations, [other for other in same if other != path]
+        )
         _log.info("pruned %s, step %s", path, info.step)
     return reasons

@@ -14,8 +14,9 @@ from dist_ckpt.core.commit.records.incarnations import (
     last_liveness,
     utc,
 )
-from dist_ckpt.core.storage import open_storage
-from dist_ckpt.runs import save_requests as asking
+from dist_ckpt.core.format.run_records import AnswerRecord, RequestRecord
+from dist_ckpt.core.storage import Storage, open_storage
+from dist_ckpt.runs import save_requests
 
 # Long enough for a step of some minutes and a large save.
 ANSWER_S = 600.0
@@ -53,8 +54,8 @@ def request_save(
     if timeout_s is not None and not wait:
         raise click.UsageError("--timeout needs --wait: give both")
     storage, folder = open_storage(root)
-    incarnation = asking.find_incarnation_to_ask(storage, folder)
-    request = None if dry_run else asking.request_save(storage, folder, stops=stops)
+    incarnation = save_requests.find_incarnation_to_ask(storage, folder)
+    request = None if dry_run else save_requests.request_save(storage, folder, stops=stops)
     incarnation = incarnation if request is None else request.incarnation
     before = last_liveness(storage, folder, incarnation)
     text = f"incarnation {incarnation} of the run in {folder} to save{' and to end' * stops}"
@@ -65,17 +66,7 @@ def request_save(
     answer, why = None, ""
     if wait and request is not None:
         waits_s = ANSWER_S if timeout_s is None else timeout_s
-        began = time.monotonic()
-        answer = asking.wait_for_answer(storage, folder, request, timeout_s=waits_s)
-        if answer is None:
-            waited_s = min(waits_s, round(time.monotonic() - began, 1))
-            after = last_liveness(storage, folder, request.incarnation)
-            why = (
-                f"there was no answer in {waited_s:g} s, and the request is withdrawn: "
-                f"{_describe_liveness(before, after, waited_s)}"
-            )
-        elif not answer.saved:
-            why = f"not saved, {answer.outcome}: {answer.why}"
+        answer, why = _wait_for_answer(storage, folder, request, before, waits_s)
     if as_json:
         saved = None if answer is None else answer.saved
         document = RequestSaveResult(
@@ -96,6 +87,22 @@ def request_save(
     if why:
         click.echo(f"dist-ckpt: {output.printable(why)}", err=True)
         raise click.exceptions.Exit(output.REFUSED if answer is None else output.FINDING)
+
+
+def _wait_for_answer(
+    storage: Storage, folder: str, request: RequestRecord, before: float | None, waits_s: float
+) -> tuple[AnswerRecord | None, str]:
+    """Return the answer, and why nothing was saved. `before` is the liveness at the request."""
+    began = time.monotonic()
+    answer = save_requests.wait_for_answer(storage, folder, request, timeout_s=waits_s)
+    if answer is not None:
+        return answer, "" if answer.saved else f"not saved, {answer.outcome}: {answer.why}"
+    waited_s = min(waits_s, round(time.monotonic() - began, 1))
+    after = last_liveness(storage, folder, request.incarnation)
+    return None, (
+        f"there was no answer in {waited_s:g} s, and the request is withdrawn: "
+        f"{_describe_liveness(before, after, waited_s)}"
+    )
 
 
 def _describe_liveness(before: float | None, after: float | None, waited_s: float) -> str:

@@ -4,5 +4,6 @@
 - A check of the path before a save writes anything: `claim` in `commit_protocol.py`.
 - A hook or a log for every save: `Transaction.report` in `transaction.py`.
 - The index, which decides what is a checkpoint: `attempts.py`. Its tables of files: `receipts.py`.
-- Removal and garbage collection: `removal.py`. Pins, tags, leases and incarnations: `records/`.
+- How stale attempts are cleaned up: `remove_garbage` in `removal.py`.
+- Pins, tags, leases and incarnations: `records/`.
 """

@@ -344,7 +344,7 @@ def _put_abandoned(
         return put_index(storage, path, attempt, f"{folder}/{CLAIM}")
     document = put_index(storage, path, attempt, temporary)
     if isinstance(document, Index):
-        _discard(storage, temporary)  # a committed attempt has no temporary files
+        _remove_quietly(storage, temporary)  # a committed attempt has no temporary files
     return document
 
 
@@ -384,11 +384,11 @@ def write_small_file(storage: Storage, file: str, data: bytes) -> None:
                 f"{file} has {nbytes} bytes after writing {len(data)}: check the storage"
             )
     except StorageError:
-        _discard(storage, file)
+        _remove_quietly(storage, file)
         raise
 
 
-def _discard(storage: Storage, file: str) -> None:
+def _remove_quietly(storage: Storage, file: str) -> None:
     with suppress(StorageError, FileNotFoundError, NotADirectoryError):
         storage.remove(file)
 

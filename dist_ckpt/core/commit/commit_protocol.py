@@ -216,31 +216,39 @@ def claim(
             except FileNotFoundError:  # a delete removed the folder
                 continue
         else:
-            raise StorageError(
-                f"{path} does not exist after {MAX_TRIES} attempts to create it. If its file "
-                f"system cannot have new folders, as /proc, choose another path. Otherwise find "
-                f"the process that removes {path} again and again"
-            )
+            raise _vanishing_folder_error(path)
         _abandon_lower_rivals(storage, path, attempt, may_replace=may_replace, by=by)
         _store_claim(storage, path, attempt, by)
         for folder in (path, *map(posixpath.dirname, new_folders)):
             storage.sync(folder)
     except OSError as error:
-        was_taken = is_folder_gone(storage, f"{path}/{attempt}")
+        failure = _lost_claim_error(storage, f"{path}/{attempt}", error)
         _undo_claim(storage, path, attempt, new_folders)
-        if was_taken:
-            raise ConflictError(
-                f"{path}/{attempt} was removed by another process while it was claimed: "
-                f"make sure that only one job saves here, then save again"
-            ) from error
-        raise StorageError(
-            f"{path}/{attempt} does not have the files just written to it ({error}): check the "
-            f"storage, then save again"
-        ) from error
+        raise failure from error
     except BaseException:
         _undo_claim(storage, path, attempt, new_folders)
         raise
     return Claim(path, attempt, f"{path}/{attempt}", by, tuple(new_folders), incarnation)
+
+
+def _vanishing_folder_error(path: str) -> StorageError:
+    return StorageError(
+        f"{path} does not exist after {MAX_TRIES} attempts to create it. If its file system cannot "
+        f"have new folders, as /proc, choose another path. Otherwise find the process that removes "
+        f"{path} again and again"
+    )
+
+
+def _lost_claim_error(storage: Storage, folder: str, error: OSError) -> CheckpointError:
+    if is_folder_gone(storage, folder):
+        return ConflictError(
+            f"{folder} was removed by another process while it was claimed: make sure that only "
+            f"one job saves here, then save again"
+        )
+    return StorageError(
+        f"{folder} does not have the files just written to it ({error}): check the storage, then "
+        f"save again"
+    )
 
 
 def _may_replace(attempt: Attempt, *, overwrite: bool, incarnation: Incarnation | None) -> bool:
@@ -324,8 +332,12 @@ def _undo_claim(
         # No other process can commit it, so it need not be abandoned first.
         with suppress(CheckpointError, OSError):
             remove(storage, path, attempt)
+    _remove_new_folders(storage, new_folders)
+
+
+def _remove_new_folders(storage: Storage, new_folders: Sequence[str]) -> None:
     for folder in reversed(new_folders):
-        with suppress(CheckpointError, OSError):
+        with suppress(CheckpointError, OSError):  # in use by another process now
             storage.remove(folder)
 
 
@@ -478,9 +490,7 @@ def remove_claimed(storage: Storage, claim: Claim) -> None:
     Coordinator only, after `try_abandon`, or if `commit` was not called.
     """
     remove(storage, claim.path, claim.attempt)
-    for folder in reversed(claim.new_folders):
-        with suppress(StorageError, FileNotFoundError):  # in use by another process now
-            storage.remove(folder)
+    _remove_new_folders(storage, claim.new_folders)
 
 
 # --- the outcome after an error --------------------------------------------------------------

@@ -4,7 +4,7 @@
   `SaveArguments` in `agreement.py`.
 - What a rank reads and writes: `local_save_state.py`; attached files: `attachments.py`.
 - `carry_over`: the plan in `carry_plan.py`, reads and writes in `carry_over.py`.
-- A check of the plan before a save, such as of its bytes: `use` of the preparation in `save.py`.
+- A check of the plan before a save, such as of its bytes: `accept_plan` in `save.py`.
 - The claim, and a hook after a save: `core/commit/`.
 - Background saves take the same steps in two processes: `dist_ckpt.async_save.trainer`.
 """

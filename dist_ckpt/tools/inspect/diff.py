@@ -115,14 +115,7 @@ def diff(  # noqa: PLR0913 - the names, the parts, and the tolerances
             for each in (first, second)
         )
         pairs = {name: (names[0][name], names[1][name]) for name in names[0] if name in names[1]}
-        changed = {}
-        for name, pair in pairs.items():
-            texts = (
-                _dtype_and_shape(left.catalog.tensors[pair[0]]),
-                _dtype_and_shape(right.catalog.tensors[pair[1]]),
-            )
-            if texts[0] != texts[1]:
-                changed[name] = texts
+        changed = _find_changed(left, right, pairs)
         same = {name: pair for name, pair in pairs.items() if name not in changed}
         difference = Difference(
             a=left.path,
@@ -171,6 +164,20 @@ def _select(
     if problems := selection.unmatched({**names[0], **names[1], **dict.fromkeys(objects)}):
         raise ValueError("; ".join(problems))
     return [{name: fqn for name, fqn in each.items() if name in selection} for each in names]
+
+
+def _find_changed(
+    left: OpenCheckpoint, right: OpenCheckpoint, pairs: Mapping[str, tuple[str, str]]
+) -> dict[str, tuple[str, str]]:
+    """Return the dtypes and shapes of tensors that differ in them."""
+    texts = {
+        name: (
+            _dtype_and_shape(left.catalog.tensors[a]),
+            _dtype_and_shape(right.catalog.tensors[b]),
+        )
+        for name, (a, b) in pairs.items()
+    }
+    return {name: (a, b) for name, (a, b) in texts.items() if a != b}
 
 
 def _dtype_and_shape(record: TensorRecord) -> str:

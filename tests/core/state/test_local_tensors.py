@@ -1,4 +1,4 @@
-"""Dtypes and arrays; which tensors are refused is tested with the leaves, in test_tensors.py."""
+"""Dtypes and arrays; which tensors are refused is tested in test_read_tensor.py."""
 
 from __future__ import annotations
 
