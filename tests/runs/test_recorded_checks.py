@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import dist_ckpt as dc
+from dist_ckpt.core.checkpoint import open_checkpoint
 from dist_ckpt.core.checkpoint import verify as verifying
 from dist_ckpt.core.commit.records import checks
 from dist_ckpt.core.commit.records.checks import CHECK, newest_checks, put_check
@@ -254,6 +255,17 @@ def test_one_rank_records_what_another_has_met() -> None:
     (record,) = read_annotations(storage, ROOT)
     assert (record.step, record.name.kind, record.values["found_by"]) == (2, CHECK, "load")
     assert path in str(record.values["damage"])
+
+
+def test_a_rank_of_a_load_does_not_record_for_itself(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone: list[CorruptError] = []
+    monkeypatch.setattr(open_checkpoint, "record_damage", lambda _, error: alone.append(error))
+    spoil(root, 3, "objects.msgpack")
+    with pytest.raises(CorruptError):
+        dc.load(fresh(), root / "s3")
+    assert (alone, damaged(root)) == ([], [3])
 
 
 def shard(rank: int, value: float = 0.0) -> Mapping[str, Any]:
