@@ -37,7 +37,7 @@ from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.saving.agreement import build_plan
 from dist_ckpt.core.state.tree.containers import MutableState
-from dist_ckpt.core.storage import Storage, open_storage
+from dist_ckpt.core.storage import Storage, is_readable_step, open_storage
 from dist_ckpt.reports import LoadReport
 
 _log = logging.getLogger("dist_ckpt")
@@ -297,8 +297,8 @@ def _find_newer(
         return False
 
     entries = attempts.list_entries(storage, folder)
-    names = (entry.name for entry in entries if entry.kind == "folder")
-    paths = [f"{folder}/{name}" for name in names if name != saved_name]
+    others = [(f"{folder}/{e.name}", e.kind) for e in entries if e.name != saved_name]
+    paths = [path for path, kind in others if kind == "folder" or is_readable_step(storage, path)]
     # Several threads: a run may have many checkpoints, on slow storage.
     newer = parallel_for(is_newer, paths, threads=threads)
     return next((path for path, is_later in zip(paths, newer, strict=True) if is_later), None)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -45,7 +46,7 @@ from dist_ckpt.core.storage.local.direct_io import drop_cached
 from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError, listed
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
-from dist_ckpt.runs.selectors import select
+from dist_ckpt.runs.selectors import describe_exclusion, select
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -95,8 +96,9 @@ class Resume:
     ) -> None:
         self.session, self.saver, self.root, self.options = session, saver, root, options
         self.storage, _ = open_storage(root)
-        # On rank 0: the newest incarnation in the root, and the lease of the restore point.
+        # On rank 0: the newest incarnation in the root, the lease of the restore point, the run.
         self._after, self._leases = 0, ExitStack()
+        self._listing: Listing | None = None
 
     def restore(self, state: MutableState, at: str | None) -> Resumed:
         """Fill the state and record the incarnation. Collective."""
@@ -111,6 +113,8 @@ class Resume:
             number = 0 if self.options.read_only else self._record_incarnation(restored, why, at)
         finally:
             self._leases.close()
+        if self._listing is not None:
+            _warn_of_newer(self._listing, -1 if restored is None else restored.step)
         if self.session.channel.rank == COORDINATOR:
             begin = "begins anew" if restored is None else f"resumes from step {restored.step}"
             _log.info("%s: incarnation %d %s: %s", self.root, number, begin, why)
@@ -151,6 +155,8 @@ class Resume:
             refuse_old(listing.root, listing.old_folders)
         if any(checkpoint.state == "damaged" for checkpoint in listing.checkpoints):
             for checkpoint in listing.checkpoints:
+                if checkpoint.link is not None:
+                    continue
                 for attempt in list_attempts(self.storage, checkpoint.path)[-1:]:
                     drop_cached(f"{checkpoint.path}/{attempt}")
             listing = list_run(self.storage, self.root, now=time.time())
@@ -167,6 +173,7 @@ class Resume:
             for checkpoint in (*reversed(usable), *(reversed(damaged) if at is None else ()))
             if checkpoint.step is not None and checkpoint.attempt is not None
         )
+        self._listing = listing
         if candidates:
             self._check_config(candidates[0])
         return _RunListing(candidates, skipped)
@@ -335,6 +342,25 @@ class Resume:
             incarnation = Incarnation(self.root, record.number)
             secure_incarnation(self.storage, restored.path, restored.key[1], incarnation, by=by)
         return record.number
+
+
+def _warn_of_newer(listing: Listing, step: int) -> None:
+    """Log which steps above the restore point the run passes over, or may not save again."""
+    newer = [
+        info
+        for info in listing.checkpoints
+        if (_step_in_name(info.name) if info.step is None else info.step) > step
+    ]
+    if passed := [f"{info.name} ({describe_exclusion(info)})" for info in newer]:
+        begins = f"resumes from step {step}" if step >= 0 else "begins anew"
+        _log.warning("%s: the run %s and passes over %s", listing.root, begins, listed(passed))
+    for info in newer:
+        if info.link is not None:
+            _log.warning(
+                "%s is a link to %s. The run cannot save this step again, unless you remove the "
+                "link: rm %s",
+                *(info.path, info.link, shlex.quote(info.path)),
+            )
 
 
 def _step_in_name(name: str) -> int:

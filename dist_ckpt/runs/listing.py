@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import posixpath
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -31,7 +32,15 @@ from dist_ckpt.core.format.index.model_description import kind_of
 from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.core.runtime.public_names import refuse_old_attributes
 from dist_ckpt.core.runtime.threads import parallel_for
-from dist_ckpt.core.storage import Entry, Storage, open_storage
+from dist_ckpt.core.storage import (
+    Entry,
+    Storage,
+    describe_link,
+    is_linked_step,
+    linked_step_problem,
+    open_storage,
+    real_path,
+)
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.runs.metrics import metrics_by_checkpoint
 
@@ -49,7 +58,9 @@ class RunCheckpoint:
     protections as texts. `is_verified`: all of it was read and checked. `damage` is what a later
     check or load found damaged, or None: no run resumes from it, and no rule of `keep` counts it.
     `is_orphaned`: a later incarnation of its run resumed from an earlier step, so nothing resumes
-    from it any more. `is_being_replaced`: a save over it is in progress, or died.
+    from it any more. `is_being_replaced`: a save over it is in progress, or died. `link` is the
+    target of the link that the run has in place of its folder; a link that is not read counts as
+    damaged.
     """
 
     name: str
@@ -73,6 +84,7 @@ class RunCheckpoint:
     damage: str | None = None
     is_orphaned: bool = False
     is_being_replaced: bool = False
+    link: str | None = None
     if not TYPE_CHECKING:
         __getattr__ = refuse_old_attributes(
             "RunCheckpoint",
@@ -210,14 +222,32 @@ def is_run_folder(storage: Storage, folder: str) -> bool:
 
 
 def _read_all(storage: Storage, root: str, entries: Sequence[Entry]) -> Sequence[RunCheckpoint]:
-    names = [entry.name for entry in entries if entry.kind == "folder"]
-    paths = [f"{root.rstrip('/')}/{name}" for name in names if name not in RESERVED_NAMES]
+    kinds = {f"{root.rstrip('/')}/{entry.name}": entry.kind for entry in entries}
+    folders = [path for path, kind in kinds.items() if kind == "folder"]
+    links = [path for path, kind in kinds.items() if kind == "other" and is_linked_step(path)]
+    paths = [path for path in folders if posixpath.basename(path) not in RESERVED_NAMES]
     threads = Config.from_environment().threads
-    infos = parallel_for(lambda path: _read_checkpoint(storage, path), paths, threads=threads)
+    infos = [
+        *parallel_for(lambda path: _read_folder(storage, path), paths, threads=threads),
+        *parallel_for(lambda path: _read_linked_step(storage, path), links, threads=threads),
+    ]
     return [info for info in infos if info is not None]
 
 
 def _read_checkpoint(storage: Storage, path: str) -> RunCheckpoint | None:
+    return (_read_linked_step if is_linked_step(path) else _read_folder)(storage, path)
+
+
+def _read_linked_step(storage: Storage, path: str) -> RunCheckpoint:
+    problem = linked_step_problem(storage, path)
+    info = None if problem else _read_folder(storage, path)
+    if info is None or info.state in ("open", "abandoned"):
+        problem = problem or f"{describe_link(path)}, which has no committed checkpoint"
+        info = RunCheckpoint(path.rpartition("/")[2], path, "damaged", problem=problem)
+    return replace(info, link=real_path(path))
+
+
+def _read_folder(storage: Storage, path: str) -> RunCheckpoint | None:
     """Return a checkpoint with the fields of its index; None if the folder has no attempt."""
     numbered = attempts.list_attempts(storage, path)
     if not numbered:

@@ -36,8 +36,13 @@ from dist_ckpt.core.commit.records.record_store import (
     read_annotations,
     refuse_old,
 )
-from dist_ckpt.core.format.filenames import ATTEMPTS_PER_INCARNATION, RESERVED_NAMES, Attempt
-from dist_ckpt.core.storage import Storage
+from dist_ckpt.core.format.filenames import (
+    ATTEMPTS_PER_INCARNATION,
+    RESERVED_NAMES,
+    Attempt,
+    parse_step_folder,
+)
+from dist_ckpt.core.storage import Storage, is_readable_step
 from dist_ckpt.errors import (
     ConflictError,
     CorruptError,
@@ -92,6 +97,7 @@ def delete_at(storage: Storage, path: str, *, force: bool) -> None:
     ):
         raise _protection_error(path, late)
     paths = [f"{root}/{name}" for name in _list_folders(storage, root)]
+    paths += [p for p in _list_linked_steps(storage, root) if is_readable_step(storage, p)]
     for step, attempt in {
         (stored.step, stored.attempt) for stored in read_annotations(storage, root)
     }:
@@ -173,6 +179,13 @@ def _list_folders(storage: Storage, root: str) -> list[str]:
     return [name for name in names if name not in RESERVED_NAMES]
 
 
+def _list_linked_steps(storage: Storage, root: str) -> dict[str, int]:
+    """Return the steps that a run has as links to other folders, by their paths."""
+    names = [entry.name for entry in attempts.list_entries(storage, root) if entry.kind == "other"]
+    steps = {f"{root}/{name}": parse_step_folder(name) for name in names}
+    return {path: step for path, step in steps.items() if step is not None}
+
+
 def _remove_folder(storage: Storage, root: str, path: str) -> None:
     """Remove the folder of a checkpoint that is gone, unless something else is in it."""
     try:
@@ -199,7 +212,13 @@ def finish(storage: Storage, root: str, annotations: Sequence[StoredAnnotation])
     existing = {
         attempt for name in folders for attempt in attempts.list_attempts(storage, f"{root}/{name}")
     }
-    gone = {where: stored for where, stored in by_checkpoint.items() if where[1] not in existing}
+    # The target of a linked step may be away for a time.
+    linked = set(_list_linked_steps(storage, root).values())
+    gone = {
+        where: stored
+        for where, stored in by_checkpoint.items()
+        if where[1] not in existing and where[0] not in linked
+    }
     if not gone:
         return
     now = removal.read_storage_clock(storage, root)
@@ -268,6 +287,8 @@ def plan_prune(listing: Listing, keep: RetentionPolicy, *, damaged: bool = False
 
 def _find_exemptions(info: RunCheckpoint) -> list[str]:
     """Return why rules do not apply to a checkpoint, or nothing if they apply."""
+    if info.link is not None:
+        return [f"it is a link to {info.link}, which stays: remove the link by hand"]
     if info.state != "committed":
         return [f"it is {info.state}: remove it by dist-ckpt gc or rm"]
     if info.where is None:
@@ -319,7 +340,7 @@ def prune(  # noqa: PLR0913 - the run, the policy, and limits
         raise ValueError(f"{root} is one checkpoint: give the folder that it is in")
     if not dry_run:
         finish(storage, root, listing.annotations)
-        removal.collect_temporary_records(storage, root, grace_s=GONE_S)
+        removal.remove_temporary_records(storage, root, grace_s=GONE_S)
     # The first attempt of newer incarnations, which may need their checkpoints.
     limit = inf if incarnation is None else incarnation.first + ATTEMPTS_PER_INCARNATION
     decisions = [

@@ -24,7 +24,7 @@ from dist_ckpt.core.commit.records.leases import LEASE_S, renewed_lease
 from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef
 from dist_ckpt.core.commit.records.record_store import can_lease
 from dist_ckpt.core.format.filenames import is_selector, selections
-from dist_ckpt.core.storage import Storage, open_storage, real_path
+from dist_ckpt.core.storage import Storage, entry_path, open_storage
 from dist_ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -58,9 +58,9 @@ def resolve(path: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 
 def open_resolved(path: str | os.PathLike[str]) -> tuple[Storage, str]:
-    """Return the storage and the `real_path` of a checkpoint, to remove or protect it."""
+    """Return the storage and the `entry_path` of a checkpoint, to remove or protect it."""
     storage, folder = open_storage(resolve(path))
-    return storage, real_path(folder)
+    return storage, entry_path(folder)
 
 
 def resolve_at(storage: Storage, path: str) -> RunCheckpoint | None:
@@ -106,7 +106,7 @@ def select(listing: Listing, selector: str) -> RunCheckpoint:
 
 def _select_latest(listing: Listing) -> RunCheckpoint:
     if not listing.usable:
-        states = [f"{info.name} is {_describe_exclusion(info)}" for info in listing.checkpoints]
+        states = [f"{info.name} is {describe_exclusion(info)}" for info in listing.checkpoints]
         why = listed(states) if states else "it has no checkpoint"
         raise NotFoundError(f"{listing.root}: no latest checkpoint: {why}. Check the path")
     warn_of_unreadable(listing)
@@ -122,12 +122,15 @@ def warn_of_unreadable(listing: Listing) -> None:
             _log.warning("%s is damaged and is ignored: %s", info.path, info.damage)
 
 
-def _describe_exclusion(info: RunCheckpoint) -> str:
+def describe_exclusion(info: RunCheckpoint) -> str:
+    """Return why a checkpoint is not the newest that a run resumes from."""
     if info.state != "committed":
         return info.state
     if info.damage is not None:
         return "damaged"
-    return "orphaned" if info.is_orphaned else "without a step"
+    if info.step is None:
+        return "without a step"
+    return "orphaned" if info.is_orphaned else "not selected"
 
 
 def measured(listing: Listing, name: str) -> list[RunCheckpoint]:

@@ -80,6 +80,7 @@ def ls(path: str, *, as_json: bool) -> None:
 def _notes(checkpoint: RunCheckpoint) -> list[str]:
     """Return the annotations of a checkpoint as texts."""
     notes = ["orphaned"] * checkpoint.is_orphaned + ["checked"] * checkpoint.is_verified
+    notes += [f"link to {checkpoint.link}"] if checkpoint.link else []
     return [*["damaged"] * (checkpoint.damage is not None), *notes, *checkpoint.protected_by]
 
 

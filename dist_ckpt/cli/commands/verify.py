@@ -103,6 +103,8 @@ def _verify(
     code = output.FINE
     if checkpoint.state in ("open", "abandoned"):
         why = f"not committed ({checkpoint.state})"
+    elif checkpoint.link and checkpoint.state == "damaged":
+        why, code = checkpoint.problem or "", output.FINDING
     else:
         try:
             with output.progress(f"verify {checkpoint.name}") as update:

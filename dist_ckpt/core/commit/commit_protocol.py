@@ -61,7 +61,7 @@ from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Abandoned, Index
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.runtime.process import running_time
-from dist_ckpt.core.storage import Entry, Storage, real_path
+from dist_ckpt.core.storage import Entry, Storage, refuse_linked_step
 from dist_ckpt.errors import (
     CheckpointError,
     ConflictError,
@@ -105,7 +105,7 @@ def attempts_to_replace(storage: Storage, path: str, *, overwrite: bool) -> tupl
 
     Raises the errors of `claim` about the contents of the path. Does not check if writes work.
     """
-    check_upgraded(storage, posixpath.dirname(real_path(path)))
+    check_upgraded(storage, posixpath.dirname(refuse_linked_step(path)))
     entries = list_replaceable(storage, path, lambda _: overwrite)
     if entries is None:
         return ()
@@ -188,8 +188,9 @@ def claim(
     shown that a rename on this storage never replaces a file. After an error, the claim is undone
     as far as the storage allows.
 
-    Raises ExistsError if the path has files of another program, or a checkpoint that may not be
-    replaced: there is no `overwrite`, or it is protected and there is no `force`. Raises
+    Raises ExistsError if the path is a linked step, or has files of another program, or a
+    checkpoint that may not be replaced: there is no `overwrite`, or it is protected and there is no
+    `force`. Raises
     ConflictError if a higher attempt exists, IncompatibleError if the root needs an upgrade.
 
     `incarnation` is the incarnation of the run that saves. The run saves only steps above the one
@@ -203,7 +204,7 @@ def claim(
     try:
         if incarnation is not None:
             incarnation.check(storage)
-        check_upgraded(storage, posixpath.dirname(real_path(path)))
+        check_upgraded(storage, posixpath.dirname(refuse_linked_step(path)))
         for _ in range(MAX_TRIES):
             entries = _list_or_create(storage, path, new_folders, may_replace=may_replace)
             # A run does not check here: `remove_superseded` leaves protected attempts in place.

@@ -40,7 +40,7 @@ from dist_ckpt.core.format.filenames import (
     is_temporary_root_id,
     trash_name,
 )
-from dist_ckpt.core.storage import Entry, Storage
+from dist_ckpt.core.storage import Entry, Storage, refuse_linked_step
 from dist_ckpt.core.storage.forwarding import free_nbytes
 from dist_ckpt.errors import CheckpointError, StorageError
 from dist_ckpt.reports import format_count, format_size
@@ -145,8 +145,10 @@ def _partial_delete_error(storage: Storage, path: str, error: BaseException) -> 
 def check_deletable(storage: Storage, path: str) -> tuple[Status, ...]:
     """Return the attempts at `path` if it has a checkpoint, or remains of a stopped delete.
 
-    Raises NotFoundError otherwise: an open attempt may be the first save of another job.
+    Raises NotFoundError otherwise: an open attempt may be the first save of another job. Raises
+    ExistsError for a linked step.
     """
+    refuse_linked_step(path)
     attempts = list_statuses(storage, path)
     if any(status.state in _DATA_IS_KEPT for status in attempts):
         return attempts
@@ -274,9 +276,9 @@ def _find_superseded(
 def remove_all_garbage(storage: Storage, root: str, *, grace_s: float) -> tuple[str, ...]:
     """Call `remove_garbage` at `root` and at every folder in it; return the removed paths.
 
-    Raises NotFoundError if `root` does not exist. Raises IncompatibleError if `root` or its parent
-    needs an upgrade. Removes also the folders in `root` that become empty, and old temporary
-    records.
+    Removes also the folders in `root` that become empty, and old temporary records. Raises
+    NotFoundError if `root` does not exist, ExistsError if it is a linked step, and
+    IncompatibleError if `root` or its parent needs an upgrade.
     """
     removed = []
     for path in _list_folders(storage, root):
@@ -285,10 +287,10 @@ def remove_all_garbage(storage: Storage, root: str, *, grace_s: float) -> tuple[
         if names and path != root:
             with suppress(StorageError, FileNotFoundError, NotADirectoryError):
                 storage.remove(path)
-    return (*removed, *collect_temporary_records(storage, root, grace_s=grace_s))
+    return (*removed, *remove_temporary_records(storage, root, grace_s=grace_s))
 
 
-def collect_temporary_records(storage: Storage, root: str, *, grace_s: float) -> tuple[str, ...]:
+def remove_temporary_records(storage: Storage, root: str, *, grace_s: float) -> tuple[str, ...]:
     """Remove temporary records of killed processes that are older than `grace_s`.
 
     A slow process may still rename such a file. If the file is gone, the process writes it again.
@@ -307,6 +309,7 @@ def collect_temporary_records(storage: Storage, root: str, *, grace_s: float) ->
 
 def _list_folders(storage: Storage, root: str) -> Sequence[str]:
     """Return `root` and the folders in it. Raises the errors of `remove_all_garbage`."""
+    refuse_linked_step(root)
     try:
         entries = storage.list(root)
     except (FileNotFoundError, NotADirectoryError) as error:

@@ -57,6 +57,8 @@ _INCARNATION = re.compile(r"([1-9][0-9]{0,5})\.json")
 _LIVENESS = re.compile(r"([1-9][0-9]{0,5})\.alive-[0-9a-f]{16}")
 _REQUEST = re.compile(r"(request|answer)-([0-9a-f]{16})\.json")
 _TEMPORARY_RECORD = re.compile(r"\.record-[0-9a-f]{16}\.tmp")
+# Of a run. It alone may be a link to a folder elsewhere.
+_STEP_FOLDER = re.compile(r"step-([0-9]{1,19})")
 _NFS_FILE = re.compile(r"\.nfs[0-9A-Fa-f]{8,}")
 _STEM = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _SHARD_FILE = re.compile(r"([a-z][a-z0-9_]{0,31})-([0-9]{5,9})\.safetensors")
@@ -168,6 +170,12 @@ def parse_annotation_name(name: str) -> AnnotationName | None:
 def parse_step(name: str) -> int | None:
     """Return the step whose annotations a folder has, or None."""
     return int(name) if _STEP.fullmatch(name) else None
+
+
+def parse_step_folder(name: str) -> int | None:
+    """Return the step in the name `step-N` of a checkpoint's folder in a run, or None."""
+    match = _STEP_FOLDER.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def incarnation_file(number: int) -> str:

@@ -12,13 +12,17 @@
 from __future__ import annotations
 
 import os
+import posixpath
 import re
+import shlex
+from contextlib import suppress
 
+from dist_ckpt.core.format.filenames import INCARNATIONS, OLD_INCARNATIONS, parse_step_folder
 from dist_ckpt.core.format.strict_json import is_text
 from dist_ckpt.core.storage.forwarding import DeadlineStorage
 from dist_ckpt.core.storage.interface import Entry, ReadableFile, Storage, WritableFile
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
-from dist_ckpt.errors import NotFoundError
+from dist_ckpt.errors import ExistsError, NotFoundError, StorageError
 
 __all__ = ["Entry", "ReadableFile", "Storage", "WritableFile", "open_storage"]
 
@@ -60,8 +64,94 @@ def open_storage(
 
 
 def real_path(path: str) -> str:
-    """Return a storage's path with all links followed.
-
-    Annotations are stored next to the checkpoint's real folder, not next to a link to it.
-    """
+    """Return a storage's path with all links followed."""
     return os.path.realpath(path).replace(os.sep, "/")
+
+
+# --- a step of a run that was moved elsewhere, with a link in its place ----------------------
+
+
+def entry_path(path: str) -> str:
+    """Return a storage's path with all links followed, but not those of a run's step.
+
+    Annotations are next to this path: next to the checkpoint's real folder, not next to a link to
+    it. Only those of a moved step are next to the link, in the folder of its run.
+    """
+    entry = path
+    for _ in range(_MAX_LINKS):
+        folder, name = posixpath.split(entry)
+        entry = posixpath.join(real_path(folder), name)
+        if is_linked_step(entry):
+            return entry
+        with suppress(OSError):
+            entry = posixpath.join(posixpath.dirname(entry), os.readlink(entry))
+            continue
+        break
+    return real_path(path)
+
+
+# The system follows at most this many links, too.
+_MAX_LINKS = 40
+
+
+def is_linked_step(path: str) -> bool:
+    """Return True if a path is a run's entry `step-N`, and a link."""
+    return parse_step_folder(posixpath.basename(path)) is not None and os.path.islink(path)
+
+
+def describe_link(path: str) -> str:
+    """Return "... is a link to ...", for a message."""
+    target = real_path(path)
+    with suppress(OSError):
+        target = os.readlink(path)
+    return f"{path} is a link to {target}"
+
+
+def is_readable_step(storage: Storage, path: str) -> bool:
+    """Return True if a path is a linked step that is read."""
+    return is_linked_step(path) and not linked_step_problem(storage, path)
+
+
+def linked_step_problem(storage: Storage, path: str) -> str:
+    """Return why a linked step is not read, "" if it is.
+
+    It must lead to a folder of this user, or of the owner of the run. That folder must not be in a
+    run: a prune of that run would remove it.
+    """
+    label = describe_link(path)
+    try:
+        storage.list(path)
+        uid, owners = os.stat(path).st_uid, {os.stat(posixpath.dirname(path)).st_uid, os.geteuid()}
+    except NotADirectoryError:
+        return f"{label}, which is not a folder: remove the link"
+    except FileNotFoundError:
+        return f"{label}, which does not exist: mount or restore that folder, or remove the link"
+    except (OSError, StorageError) as error:
+        return f"{label}, which cannot be read: {error}"
+    if uid not in owners:
+        return (
+            f"{label}, a folder of user {uid}. Only folders of this user, or of the owner of the "
+            f"run, are read through a link: give it that owner, or remove the link"
+        )
+    above = posixpath.dirname(real_path(path))
+    is_in_run = any(
+        os.path.isdir(posixpath.join(above, name)) for name in (INCARNATIONS, OLD_INCARNATIONS)
+    )
+    if is_in_run or above == real_path(posixpath.dirname(path)):
+        return (
+            f"{label}, a checkpoint of the run in {above}, which may remove it: copy it by "
+            f"dist-ckpt cp, begin with it by Checkpointer(init=...), or link all of that run"
+        )
+    return ""
+
+
+def refuse_linked_step(path: str) -> str:
+    """Return the `entry_path` of a path. Raise ExistsError if it is a linked step."""
+    entry = entry_path(path)
+    if is_linked_step(entry):
+        raise ExistsError(
+            f"{describe_link(entry)}: nothing is written or removed through the "
+            f"link of a step. To free this name, remove the link: rm {shlex.quote(entry)}. To "
+            f"change the checkpoint, give its own path: {real_path(entry)}"
+        )
+    return entry

@@ -221,6 +221,8 @@ def _checkpoint_row(
     took = (times.get(info.where) if info.where else None) or SaveTimes({}, None, None, None)
     if info.state in ("open", "abandoned"):
         verification = CheckResult(why=f"it is not committed: {info.state}")
+    elif info.link and info.state == "damaged":
+        verification = CheckResult(why=info.problem or "")
     else:
         verification = check_damage(info.path, check, progress_of(info.name))
     problems = [problem.what for problem in verification.problems]

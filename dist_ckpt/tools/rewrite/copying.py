@@ -21,7 +21,7 @@ from dist_ckpt.core.commit.records.record_store import (
 from dist_ckpt.core.commit.transaction import CommitDecision, Transaction
 from dist_ckpt.core.format.filenames import BACKUP, Attempt
 from dist_ckpt.core.format.index.index import Index
-from dist_ckpt.core.storage import Storage, open_storage, real_path
+from dist_ckpt.core.storage import Storage, entry_path, open_storage, real_path
 from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, NotFoundError, check_flag
 from dist_ckpt.interop.registry import open_foreign
@@ -69,13 +69,13 @@ def plan_copy(
     check_flag("overwrite", overwrite)
     check_flag("link", link)
     storage, source_path = open_resolved(source)
-    path = real_path(open_storage(target)[1])
+    path = entry_path(open_storage(target)[1])
     if open_foreign(storage, source_path) is not None:
         raise IncompatibleError(
             f"{source_path} was written by another system: copy its files, or convert it with "
             f"`dist-ckpt import`"
         )
-    check_outside(source_path, path)
+    check_outside(real_path(source_path), real_path(path))
     counting = CountingStorage(storage)
     opened = OpenCheckpoint.at(counting, source_path)
 

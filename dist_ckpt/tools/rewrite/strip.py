@@ -35,7 +35,7 @@ from dist_ckpt.core.format.index.index import Index, Node, ObjectsFileRecord
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.shard_io.write.shard_writer import write_document
-from dist_ckpt.core.storage import Storage
+from dist_ckpt.core.storage import Storage, refuse_linked_step
 from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, StorageError, check_flag, listed
 from dist_ckpt.reports import IoCount, Phases, Progress, SaveReport
@@ -85,7 +85,7 @@ def strip_at(
 ) -> SaveReport:
     """Strip the checkpoint at a real path of a storage."""
     counting = CountingStorage(storage)
-    check_upgraded(counting, os.path.dirname(path))
+    check_upgraded(counting, os.path.dirname(refuse_linked_step(path)))
     phases = Phases("strip", path, quiet=False)
     opened = OpenCheckpoint.at(counting, path)
     _finish_earlier_strip(counting, path, opened.attempt, opened.index)
@@ -127,7 +127,7 @@ def count_remaining(
 
     Nothing is changed. Raises the errors that the strip raises before it writes.
     """
-    check_upgraded(storage, os.path.dirname(path))
+    check_upgraded(storage, os.path.dirname(refuse_linked_step(path)))
     opened = OpenCheckpoint.at(storage, path)
     index = _Remaining.of(opened, names).index
     if not force:  # by the clock of this host: to read the clock of the storage needs a write

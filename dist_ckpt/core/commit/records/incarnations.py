@@ -47,7 +47,7 @@ from dist_ckpt.core.format.filenames import (
 from dist_ckpt.core.format.run_records import IncarnationRecord, encode_record
 from dist_ckpt.core.format.strict_json import RESTORE_REMEDY
 from dist_ckpt.core.runtime.typed_msgpack import Message
-from dist_ckpt.core.storage import Storage
+from dist_ckpt.core.storage import Storage, is_linked_step
 from dist_ckpt.errors import (
     CheckpointError,
     ConflictError,
@@ -244,7 +244,9 @@ def secure_incarnation(
     an orphan.
     """
     reason = f"incarnation {run.number} resumed from {restored}"
-    for other in attempts.list_attempts(storage, path):
+    # Nothing saves through the link of a moved step.
+    open_above = [] if is_linked_step(path) else attempts.list_attempts(storage, path)
+    for other in open_above:
         is_late = restored < other and other.number < run.first
         if is_late and not attempts.is_decided(storage, path, other):
             attempts.try_abandon(storage, path, other, by=by, reason=reason)

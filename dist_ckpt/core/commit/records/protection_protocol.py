@@ -54,7 +54,7 @@ from dist_ckpt.core.format.filenames import (
     parse_annotation_name,
 )
 from dist_ckpt.core.format.strict_json import Scalar, is_text
-from dist_ckpt.core.storage import Storage, real_path
+from dist_ckpt.core.storage import Storage, entry_path
 from dist_ckpt.core.storage.forwarding import UnansweredError
 from dist_ckpt.errors import CheckpointError, ExistsError, NotFoundError, StorageError
 
@@ -176,7 +176,7 @@ def protections_at(
     """
     if not candidates:
         return {}
-    root = posixpath.dirname(real_path(path))
+    root = posixpath.dirname(entry_path(path))
     entries = list_entries(storage, root)
     old = old_folders_in(entries)
     if not old and all(entry.name != ANNOTATIONS for entry in entries):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 
@@ -24,7 +25,7 @@ from dist_ckpt.core.shard_io.write.shard_writer import (
     sync_names,
     write_document,
 )
-from dist_ckpt.core.storage import ReadableFile, Storage
+from dist_ckpt.core.storage import ReadableFile, Storage, is_linked_step
 from dist_ckpt.core.storage.local.direct_io import renew_times
 from dist_ckpt.errors import CorruptError, StorageError
 from dist_ckpt.reports import IoCount
@@ -76,9 +77,13 @@ def link_or_copy_files(  # noqa: PLR0913 - files, source, target and options
 def try_link(storage: Storage, old: str, new: str) -> bool:
     """Link a file into an attempt of this process. Return False if the caller must write it.
 
+    No file of a linked step is linked.
+
     The file gets new times where possible, so that a purge by age does not take it first.
     ConflictError if the new name exists.
     """
+    if is_linked_step(posixpath.dirname(posixpath.dirname(old))):
+        return False
     try:
         storage.link(old, new)
     except FileExistsError as error:

@@ -39,6 +39,7 @@ _REMEDIES = {
     errno.ENOTEMPTY: "list its contents",
     errno.EXDEV: "choose a path on the same file system",
     errno.EMLINK: "the file has the maximum number of names; copy it",
+    errno.ELOOP: "find the links that lead back to themselves, and remove one",
     errno.ESTALE: "check that the server is up, mount it again if needed, then try again",
     errno.ENOTSUP: "choose a file system where a checkpoint can be committed safely",
 }
