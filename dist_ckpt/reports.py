@@ -51,14 +51,14 @@ Progress = Callable[[int, int], None]
 
 
 class CopyProgress:
-    """Report the progress of a copy. Thread-safe. Links are not counted."""
+    """Report the progress of a copy or of reads. Thread-safe. Links are not counted."""
 
     def __init__(self, total: int, progress: Progress | None) -> None:
         self._total, self._progress = total, progress
         self._done, self._lock = 0, Lock()
 
     def __call__(self, nbytes: int) -> None:
-        """Count copied bytes, and report the progress."""
+        """Count bytes, and report the progress."""
         with self._lock:
             self._done = min(self._done + nbytes, self._total)
             if self._progress is not None:

@@ -31,7 +31,7 @@ from dist_ckpt.interop.dcp.flat_state_dict import DcpKeys
 from dist_ckpt.interop.new_folder import check_no_folder, new_folder, write_document
 from dist_ckpt.interop.registry import DCP_METADATA
 from dist_ckpt.interop.torch_save.export import can_be_saved
-from dist_ckpt.reports import Progress
+from dist_ckpt.reports import CopyProgress, Progress
 from dist_ckpt.tools.new_file import StreamedFile, check_outside
 from dist_ckpt.tools.rewrite.write_plan import WritePlan
 
@@ -182,7 +182,7 @@ def _write_tensors(
 
     A tensor without elements is one item.
     """
-    locations, done, nbytes = {}, 0, opened.tensor_nbytes(keys)
+    locations, count_copied = {}, CopyProgress(opened.tensor_nbytes(keys), progress)
     for fqn, key in keys.items():
         record = opened.catalog.tensors[fqn]
         if 0 in record.shape:
@@ -197,9 +197,7 @@ def _write_tensors(
             tensor = torch.frombuffer(memory, dtype=torch_dtype(want.dtype)).view(box.shape)
             index = MetadataIndex(keys[want.fqn], torch.Size(box.offset))
             locations[index] = _write_item(data, tensor)
-            done += memory.nbytes
-            if progress is not None:
-                progress(done, nbytes)
+            count_copied(memory.nbytes)
     return locations
 
 

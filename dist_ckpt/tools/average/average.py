@@ -43,7 +43,7 @@ from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.errors import NotFoundError, StorageError
-from dist_ckpt.reports import IoCount, Phases, Progress, SaveReport
+from dist_ckpt.reports import CopyProgress, IoCount, Phases, Progress, SaveReport
 from dist_ckpt.tools.average.mean import AveragedTensors, select_tensors
 from dist_ckpt.tools.average.source_selection import (
     AverageOptions,
@@ -338,15 +338,8 @@ def _write(
     plans = [file for assignment in plan.assignments for file in assignment.plans]
     receipts: list[FileReceipt] = []
     with closing(AveragedTensors(plan.sources, plan.averaged, session.scratch_buffers)) as tensors:
-        done, nbytes = 0, tensors.nbytes_to_read(plans)
-
-        def tell(count: int) -> None:
-            nonlocal done
-            done += count
-            if progress is not None:
-                progress(done, nbytes)
-
-        with closing(tensors.windows(plans, tell)) as filled:
+        count_read = CopyProgress(tensors.nbytes_to_read(plans), progress)
+        with closing(tensors.windows(plans, count_read)) as filled:
             sources = iter(WindowSources(plans, filled).sources)
             for assignment in plan.assignments:
                 with attempts.not_found_if_removed(newest.storage, newest.path, newest.attempt):

@@ -20,7 +20,7 @@ from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.core.shard_io.memory.host_array import has_numbers, numbers, numpy_module
 from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import CheckpointError
-from dist_ckpt.reports import Progress
+from dist_ckpt.reports import CopyProgress, Progress
 
 if TYPE_CHECKING:
     import numpy as np
@@ -235,13 +235,11 @@ def stats(
         names = opened.select(selection)
         sums = {fqn: _Sums() for fqn in names.values()}
         numeric = {fqn for fqn in sums if has_numbers(catalog.tensors[fqn].dtype)}
-        total, done = opened.tensor_nbytes(numeric), 0
+        count_read = CopyProgress(opened.tensor_nbytes(numeric), progress)
         for window in opened.stream(numeric, window_nbytes=WINDOW_NBYTES):
             for want, data in window.parts:
                 sums[want.fqn].add(want.dtype, data)
-            done += window.nbytes
-            if progress is not None:
-                progress(done, total)
+            count_read(window.nbytes)
         by_fqn = {}
         for fqn, sums_of_tensor in sums.items():
             record = catalog.tensors[fqn]

@@ -17,7 +17,7 @@ from dist_ckpt.core.planning.selection import Selection, parse_selection
 from dist_ckpt.core.shard_io.memory.host_array import has_numbers, numbers, numpy_module
 from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import check_flag, check_number
-from dist_ckpt.reports import Progress
+from dist_ckpt.reports import CopyProgress, Progress
 
 if TYPE_CHECKING:
     import numpy as np
@@ -215,8 +215,9 @@ def _diff_values(
     for left_name, right_name in results:
         partners.setdefault(left_name, []).append(right_name)
     names = set(partners)
-    total, done = left.tensor_nbytes(names), 0
-    memory = memoryview(bytearray(min(total, WINDOW_NBYTES)))
+    nbytes = left.tensor_nbytes(names)
+    count_read = CopyProgress(nbytes, progress)
+    memory = memoryview(bytearray(min(nbytes, WINDOW_NBYTES)))
     for window in left.stream(names, window_nbytes=WINDOW_NBYTES):
         parts = {want.fqn: (want, data) for want, data in window.parts}
         for group in _group_pairs(
@@ -226,9 +227,7 @@ def _diff_values(
             right.read(wanted, memory)
             for pair, (want, data) in zip(group, iterate_parts(wanted, memory), strict=True):
                 results[pair].compare(want.dtype, parts[pair[0]][1], data, tolerance)
-        done += window.nbytes
-        if progress is not None:
-            progress(done, total)
+        count_read(window.nbytes)
     for name, pair in pairs.items():
         if results[pair].num:
             numel = prod(left.catalog.tensors[pair[0]].shape)
