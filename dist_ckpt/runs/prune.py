@@ -23,12 +23,7 @@ from dist_ckpt.core.commit.records.protection_protocol import (
     remove_annotations,
     remove_if_unprotected,
 )
-from dist_ckpt.core.commit.records.protections import (
-    DELETION_INTENT,
-    LEASE,
-    CheckpointKey,
-    protections_of,
-)
+from dist_ckpt.core.commit.records.protections import DELETION_INTENT, LEASE, CheckpointKey
 from dist_ckpt.core.commit.records.record_store import (
     StoredAnnotation,
     can_keep_records,
@@ -84,9 +79,8 @@ def delete_at(storage: Storage, path: str, *, force: bool) -> None:
     annotations = read_annotations(storage, root)
     where = _find_key(storage, path)
     deleted = [status.attempt for status in statuses]
-    protections = _read_protections(storage, root, deleted, annotations)
-    if protections and not force:
-        raise _protection_error(path, protections)
+    if not force:
+        check_unprotected(storage, path, deleted, clock=removal.read_storage_clock)
     if where is None:
         removal.delete(storage, path)
     elif late := remove_if_unprotected(
@@ -95,7 +89,7 @@ def delete_at(storage: Storage, path: str, *, force: bool) -> None:
         other_annotations=annotations,
         force=force,
     ):
-        raise _protection_error(path, late)
+        raise _protection_error(path, late, "delete")
     paths = [f"{root}/{name}" for name in _list_folders(storage, root)]
     paths += [p for p in _list_linked_steps(storage, root) if is_readable_step(storage, p)]
     for step, attempt in {
@@ -107,15 +101,21 @@ def delete_at(storage: Storage, path: str, *, force: bool) -> None:
             )
 
 
-def check_unprotected(storage: Storage, path: str) -> None:
-    """Raise ConflictError, as `delete_at` does, if the checkpoint at `path` is protected.
+def check_unprotected(
+    storage: Storage,
+    path: str,
+    candidates: Collection[Attempt],
+    *,
+    clock: Callable[[Storage, str], float] = lambda *_: time.time(),
+    change: str = "delete",
+) -> None:
+    """Raise ConflictError if one of the attempts at `path` is protected.
 
-    Leases expire by this host's clock, as reading the storage's clock needs a write.
+    By default leases expire by this host's clock, as reading the storage's clock needs a write.
     """
-    found = attempts.list_attempts(storage, path)
-    protections = protections_at(storage, path, found, lambda *_: time.time())
+    protections = protections_at(storage, path, candidates, clock)
     if texts := [text for _, texts in sorted(protections.items()) for text in texts]:
-        raise _protection_error(path, texts)
+        raise _protection_error(path, texts, change)
 
 
 def _find_key(storage: Storage, path: str) -> CheckpointKey | None:
@@ -126,25 +126,9 @@ def _find_key(storage: Storage, path: str) -> CheckpointKey | None:
     return None if index.step is None else (index.step, attempt)
 
 
-def _read_protections(
-    storage: Storage,
-    root: str,
-    deleted: Collection[Attempt],
-    annotations: Sequence[StoredAnnotation],
-) -> tuple[str, ...]:
-    """Return the protections of some attempts, as texts."""
-    subjects = {
-        (stored.step, stored.attempt) for stored in annotations if stored.attempt in deleted
-    }
-    if not subjects:
-        return ()
-    protections = protections_of(annotations, removal.read_storage_clock(storage, root))
-    return tuple(text for where in sorted(subjects) for text in protections.of(where))
-
-
-def _protection_error(path: str, protections: Iterable[str]) -> ConflictError:
+def _protection_error(path: str, protections: Iterable[str], change: str) -> ConflictError:
     return ConflictError(
-        f"{path} is protected: {'; '.join(protections)}. Remove the protection first, or delete "
+        f"{path} is protected: {'; '.join(protections)}. Remove the protection first, or {change} "
         f"it with force=True (on the command line --force)"
     )
 

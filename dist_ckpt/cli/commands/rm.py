@@ -9,6 +9,7 @@ import click
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import RmResult
 from dist_ckpt.core.commit import removal
+from dist_ckpt.core.commit.attempts import list_attempts
 from dist_ckpt.core.commit.records.record_store import check_upgraded
 from dist_ckpt.runs.prune import check_unprotected, delete_at
 from dist_ckpt.runs.selectors import open_resolved
@@ -33,7 +34,7 @@ def rm(path: str, *, yes: bool, dry_run: bool, force: bool, as_json: bool) -> No
     if dry_run:
         check_upgraded(storage, os.path.dirname(folder))
         if not force:
-            check_unprotected(storage, folder)
+            check_unprotected(storage, folder, list_attempts(storage, folder))
     else:
         if not yes:
             output.confirm(f"Delete {folder}?", f"{folder} is not deleted")

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
-import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,7 +19,7 @@ from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.commit import attempts, removal
 from dist_ckpt.core.commit.records import protection_protocol
 from dist_ckpt.core.commit.records.leases import leased_source
-from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef, protections_at
+from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef
 from dist_ckpt.core.commit.records.protections import PIN, CheckpointKey, protections_of
 from dist_ckpt.core.commit.records.record_store import (
     can_keep_records,
@@ -40,6 +39,7 @@ from dist_ckpt.core.storage.forwarding import CountingStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, StorageError, check_flag, listed
 from dist_ckpt.reports import IoCount, Phases, Progress, SaveReport
 from dist_ckpt.runs.metrics import metrics_by_checkpoint, put_metrics
+from dist_ckpt.runs.prune import check_unprotected
 from dist_ckpt.runs.selectors import open_resolved
 
 # In `saved_by`: the attempt that this one has replaced.
@@ -91,7 +91,9 @@ def strip_at(
     _finish_earlier_strip(counting, path, opened.attempt, opened.index)
     remaining = _Remaining.of(opened, names)
     if not force:
-        _check_unprotected(counting, path, opened.attempt, read_storage_clock)
+        check_unprotected(
+            counting, path, [opened.attempt], clock=read_storage_clock, change="strip"
+        )
     with Transaction(SingleProcessChannel(), label="strip") as transaction, ExitStack() as lease:
         attempt = transaction.claim(counting, path, overwrite=True, force=force)
         # After the claim, because the claim replaces the attempt that was committed before it.
@@ -131,18 +133,8 @@ def count_remaining(
     opened = OpenCheckpoint.at(storage, path)
     index = _Remaining.of(opened, names).index
     if not force:  # by the clock of this host: to read the clock of the storage needs a write
-        _check_unprotected(storage, path, opened.attempt, lambda *_: time.time())
+        check_unprotected(storage, path, [opened.attempt], change="strip")
     return len(index.catalog.tensors), sum(file.nbytes for file in index.files)
-
-
-def _check_unprotected(
-    storage: Storage, path: str, attempt: Attempt, clock: Callable[[Storage, str], float]
-) -> None:
-    for texts in protections_at(storage, path, [attempt], clock).values():
-        raise ConflictError(
-            f"{path} is protected: {'; '.join(texts)}. Remove the protection first, or strip it "
-            f"with force=True (on the command line --force)"
-        )
 
 
 @dataclass(frozen=True, slots=True)
