@@ -137,7 +137,7 @@ class Run:
         is about to be removed; StorageError if the folder cannot be written.
         """
         with ExitStack() as stack:
-            info = lease_selected(self._storage, lambda: self.find(which), ttl_s, stack)
+            (info,) = lease_selected(self._storage, lambda: [self.find(which)], stack, ttl_s=ttl_s)
             yield stack.enter_context(open_at(self._storage, info.path))
 
     def metrics(self, which: int | str, values: Mapping[str, float]) -> None:

@@ -15,7 +15,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from math import isnan
 
@@ -37,7 +37,7 @@ from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 
 _log = logging.getLogger("dist_ckpt")
 
-# The number of tries to lease the selected checkpoint, which another process may remove first.
+# The number of tries to lease selected checkpoints, which another process may remove first.
 _MAX_TRIES = 16
 
 _SELECTORS = "@latest, @<step>, @min:<metric>, @max:<metric> and @tag:<name>"
@@ -193,18 +193,26 @@ def _list_text(kind: str, names: Iterable[str]) -> str:
 
 
 def lease_selected(
-    storage: Storage, choose: Callable[[], RunCheckpoint], ttl_s: float, stack: ExitStack
-) -> RunCheckpoint:
-    """Select a checkpoint, and lease it until the stack ends. Select again if it is removed.
+    storage: Storage,
+    choose: Callable[[], Sequence[RunCheckpoint]],
+    stack: ExitStack,
+    *,
+    ttl_s: float = LEASE_S,
+) -> Sequence[RunCheckpoint]:
+    """Select checkpoints, and lease them until the stack ends. Select again if one is removed.
 
     Raises the errors of `choose`, and ValueError for a checkpoint without a step. Raises
-    NotFoundError if each selected checkpoint is removed before the lease.
+    NotFoundError if each time a selected checkpoint is removed before the lease.
     """
     for num_left in reversed(range(_MAX_TRIES)):
-        info = choose()
+        selected = choose()
         try:
-            stack.enter_context(renewed_lease(checkpoint_ref_of(storage, info), ttl_s))
-            return info
+            with ExitStack() as leases:
+                for info in selected:
+                    ref = checkpoint_ref_of(storage, info)
+                    leases.enter_context(renewed_lease(ref, ttl_s))
+                stack.push(leases.pop_all())
+            return selected
         except NotFoundError:
             if not num_left:
                 raise
@@ -224,9 +232,8 @@ def resolve_with_lease(storage: Storage, path: str, stack: ExitStack | None) -> 
     if stack is None or first.where is None or not can_lease(storage, root):
         return first.path
     try:
-        return lease_selected(
-            storage, lambda: resolve_at(storage, path) or first, LEASE_S, stack
-        ).path
+        (info,) = lease_selected(storage, lambda: [resolve_at(storage, path) or first], stack)
+        return info.path
     except StorageError as error:
         _log.debug("%s is not leased: %s", first.path, error)
         return first.path

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from math import frexp, fsum, ldexp, nextafter
 
 from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.commit.records.leases import leased, renewed_lease
+from dist_ckpt.core.commit.records.leases import leased
 from dist_ckpt.core.commit.records.record_store import can_keep_records, can_lease
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.core.storage import Storage, real_path
-from dist_ckpt.errors import LEAST_POSITIVE, NotFoundError, StorageError, check_flag, check_number
+from dist_ckpt.errors import LEAST_POSITIVE, StorageError, check_flag, check_number
 from dist_ckpt.runs import selectors
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 from dist_ckpt.tools.new_file import check_outside
@@ -108,9 +108,6 @@ def compute_weights(options: AverageOptions, count: int) -> tuple[float, ...]:
 
 
 _log = logging.getLogger("dist_ckpt")
-
-# Choose again at most this often, if a chosen checkpoint is removed before it is leased.
-_MAX_ROUNDS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,25 +212,18 @@ def _check_target(
 def _choose_from_run(
     storage: Storage, root: str, options: AverageOptions, leases: ExitStack | None
 ) -> Sequence[str]:
-    """Return the paths of the chosen checkpoints, leased. Choose again if one is removed."""
-    for num_left in reversed(range(_MAX_ROUNDS)):
-        listing = list_run(storage, root, now=time.time())
-        checkpoints = pick_checkpoints(listing, options)
+    """Return the paths of the chosen checkpoints, leased if possible."""
+
+    def choose() -> Sequence[RunCheckpoint]:
+        return pick_checkpoints(list_run(storage, root, now=time.time()), options)
+
+    chosen: Sequence[RunCheckpoint] = ()
+    if leases is not None and can_lease(storage, root):
         try:
-            with ExitStack() as stack:
-                if leases is not None and can_lease(storage, listing.root):
-                    for checkpoint in checkpoints:
-                        ref = selectors.checkpoint_ref_of(storage, checkpoint)
-                        stack.enter_context(renewed_lease(ref))
-                    leases.push(stack.pop_all())
-        except NotFoundError:
-            if not num_left:
-                raise
-            continue
+            chosen = selectors.lease_selected(storage, choose, leases)
         except StorageError as error:
             _log.debug("%s: the sources are not leased: %s", root, error)
-        return [checkpoint.path for checkpoint in checkpoints]
-    raise AssertionError
+    return [checkpoint.path for checkpoint in chosen or choose()]
 
 
 def pick_checkpoints(listing: Listing, options: AverageOptions) -> Sequence[RunCheckpoint]:
