@@ -22,7 +22,6 @@ from dist_ckpt.async_save.writer.messages import Hello
 from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.commit.records.incarnations import IncarnationHistory
 from dist_ckpt.core.commit.records.record_store import check_upgraded
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
@@ -268,10 +267,8 @@ class AsyncSaver:
         )
         return self.restore_with(state, options)
 
-    def restore_with(
-        self, state: MutableState, options: LoadOptions, history: IncarnationHistory | None = None
-    ) -> int | None:
-        """Restore with all options. `history` is the run's, on rank 0. Not public."""
+    def restore_with(self, state: MutableState, options: LoadOptions) -> int | None:
+        """Restore with all options, also internal ones. Not public."""
         with self._exclusive():
             if self._job is None:
                 raise ValueError(
@@ -280,13 +277,9 @@ class AsyncSaver:
                 )
             writer = self._job.writer
             writer.wait_for(lambda: not writer.unsettled, None)
+            saver = self._options.saver_info()
             snapshot, self.restored = restore_together(
-                self._session,
-                self._job.folder,
-                state,
-                options,
-                saver=self._options.saver_info(),
-                history=history,
+                self._session, self._job.folder, state, options, saver=saver
             ) or ("", None)
             if self.restored is None:
                 return None

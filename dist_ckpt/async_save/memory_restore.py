@@ -50,7 +50,6 @@ def restore_together(
     options: LoadOptions,
     *,
     saver: SaverInfo,
-    history: IncarnationHistory | None = None,
 ) -> tuple[str, LoadReport] | None:
     """Fill a state from the newest usable save of a job in memory. Collective: every rank calls it.
 
@@ -64,16 +63,15 @@ def restore_together(
       would overwrite.
 
     A save is not usable if a later step was committed in the same folder since: this host may have
-    left the run meanwhile. It is not usable either if the `history` of the run says that the save
-    is orphaned. By default, rank 0 reads the history from the folder of the checkpoint. Orphaned
-    checkpoints do not count as committed.
+    left the run meanwhile. It is not usable either if it is orphaned. Rank 0 reads the history of
+    the run from the folder of the checkpoint. Orphaned checkpoints do not count as committed.
 
     The number of ranks may differ from that of the save. Raises the errors of `dc.load` on all
     ranks. StorageError if the storage cannot be read.
     """
     unusable: set[str] = set()
     with ExitStack() as stack:
-        restore = _MemoryRestore(session, folder, stack, saver, history)
+        restore = _MemoryRestore(session, folder, stack, saver)
         while (chosen := restore.choose(unusable)) is not None:
             save, source = chosen
             try:
@@ -144,7 +142,6 @@ class _MemoryRestore:
     folder: JobFolder
     stack: ExitStack
     saver: SaverInfo
-    history: IncarnationHistory | None
     _saves: Mapping[str, RecoveredSave] | None = None
     _index: bytes | None = None
 
@@ -222,9 +219,7 @@ class _MemoryRestore:
         if len(candidate.attempts) > 1:
             raise _UnusableError(f"its parts are of several attempts: {sorted(candidate.attempts)}")
         storage, _ = open_storage(save.path)
-        history = self.history
-        if history is None:
-            history = read_history(storage, posixpath.dirname(save.path))
+        history = read_history(storage, posixpath.dirname(save.path))
         if _is_orphaned(history, save.step, candidate.attempt_above(0)):
             raise _UnusableError(f"it is orphaned by incarnation {history.newest} of the run")
         if newer := _find_newer(storage, save, history, self.session.config.threads):

@@ -154,14 +154,6 @@ def test_without_a_start_nothing_is_left_behind_and_who_records_none_is(root, fo
     assert kept.restore(folder, 2)[0] is None
 
 
-def test_a_history_that_is_given_is_not_read_again(root, folder):
-    run = begin_from(root, None)
-    keep(folder, kept.save(root / "step-7", 2, 7, incarnation=run), run)
-    known = read_history(LocalStorage(), str(root))
-    begin_from(root, 6, 1)
-    assert kept.step_in(kept.restore(folder, 2, history=known)[1]) == 7
-
-
 def test_a_start_that_cannot_be_read_stops_the_restore_on_all_ranks(root, folder):
     run = begin_from(root, None)
     keep(folder, kept.save(root / "step-7", 2, 7, incarnation=run), run)

@@ -27,7 +27,6 @@ from dist_ckpt.async_save.trainer.start_handshake import SaverInfo
 from dist_ckpt.core.comm.collectives.collective import DistinctPayloads
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.attempts import find_checkpoint
-from dist_ckpt.core.commit.records.incarnations import IncarnationHistory
 from dist_ckpt.core.format.filenames import (
     parse_attached_file,
     parse_objects_file,
@@ -194,16 +193,11 @@ def edit_arena(folder: JobFolder, rank: int, arena: int, old: bytes, new: bytes)
 
 
 def try_restore(
-    folders: JobFolder | Sequence[JobFolder],
-    world_size: int,
-    *,
-    history: IncarnationHistory | None = None,
-    **options: Any,
+    folders: JobFolder | Sequence[JobFolder], world_size: int, **options: Any
 ) -> tuple[list[Outcome], list[dict[str, Any]]]:
     """Restore by ranks that are threads; return what each rank's call came to, and the states.
 
-    The ranks have one host with one folder, or hosts of their own with theirs. Rank 0 alone is
-    given a history.
+    The ranks have one host with one folder, or hosts of their own with theirs.
     """
     states = [empty_state_of(rank, world_size) for rank in range(world_size)]
 
@@ -211,14 +205,7 @@ def try_restore(
         session = Session(channel, bulk, TEST_CONFIG)
         folder = folders if isinstance(folders, JobFolder) else folders[rank]
         saver = SaverInfo("job", None, "wait")
-        found = restore_together(
-            session,
-            folder,
-            states[rank],
-            LoadOptions(**options),
-            saver=saver,
-            history=None if rank else history,
-        )
+        found = restore_together(session, folder, states[rank], LoadOptions(**options), saver=saver)
         return None if found is None else found[1]
 
     hosts = ["host"] * world_size if isinstance(folders, JobFolder) else None
