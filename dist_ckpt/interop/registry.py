@@ -38,6 +38,10 @@ MEGATRON_COMMON = "common.pt"
 _PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
 
+# The first bytes of a pointer, which Git LFS leaves in place of a large file.
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+
+
 @dataclass(frozen=True, slots=True)
 class ForeignFormat:
     """A pickled format of another system: its description, and the module with its `read`."""
@@ -78,6 +82,7 @@ def open_foreign(storage: Storage, path: str) -> Storage | None:
     files that must be imported. CorruptError, NotFoundError for damaged or missing files.
     """
     if (first_bytes := _first_bytes(storage, path)) is not None:
+        _check_fetched(first_bytes, path)
         if path.endswith(SAFETENSORS):
             return _open_safetensors(storage, path, path)
         if first_bytes.startswith(_PICKLE_STARTS):
@@ -134,8 +139,32 @@ def _import_error(format_name: str, path: str) -> IncompatibleError:
 def open_file(storage: Storage, path: str) -> ReadableFile:
     """Open a file, and follow links: all files in the Hugging Face cache are links.
 
-    NotFoundError if it does not exist, CorruptError if it is not a regular file.
+    NotFoundError if it does not exist, CorruptError if it is not a regular file, or a pointer of
+    Git LFS.
     """
+    file = _open(storage, path)
+    try:
+        check_fetched(file, path)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def check_fetched(file: ReadableFile, path: str) -> None:
+    """Raise CorruptError if a file is the pointer that Git LFS leaves in place of it."""
+    _check_fetched(_read_start(file, len(_LFS_POINTER)), path)
+
+
+def _check_fetched(first_bytes: bytes, path: str) -> None:
+    if first_bytes.startswith(_LFS_POINTER):
+        raise CorruptError(
+            f"{path} is a pointer of Git LFS, and not the file itself: fetch the file with "
+            f"`git lfs pull`"
+        )
+
+
+def _open(storage: Storage, path: str) -> ReadableFile:
     try:
         return storage.open(real_path(path))
     except (FileNotFoundError, StorageError) as error:
@@ -161,11 +190,11 @@ def is_file(storage: Storage, path: str) -> bool:
 
 def _first_bytes(storage: Storage, path: str) -> bytes | None:
     try:
-        file = open_file(storage, path)
+        file = _open(storage, path)
     except CheckpointError:
         return None
     with closing(file):
-        return _read_start(file, 4)
+        return _read_start(file, len(_LFS_POINTER))
 
 
 def _read_start(file: ReadableFile, nbytes: int) -> bytes:

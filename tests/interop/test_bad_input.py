@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import struct
 import time
@@ -16,11 +17,12 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 import dist_ckpt as dc
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
-from dist_ckpt.interop import imports
+from dist_ckpt.interop import imports, shrew
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -128,7 +130,7 @@ def test_a_value_that_is_no_plain_data_is_named_and_can_be_left_out(
     marker, folder = tmp_path / "ran", tmp_path / "made"
     folder.mkdir()
     made = make(values_of(marker)[name], folder)
-    with pytest.raises(IncompatibleError, match=r"names .*--exclude \S*x\b") as error:
+    with pytest.raises(IncompatibleError, match=r"x (names|is|has) .*--exclude \S*x\b") as error:
         call(made, tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
     excluded = str(error.value).partition("exclude='")[2].partition("'")[0]
@@ -328,10 +330,97 @@ def test_a_header_that_makes_much_of_little_is_refused(name: str, tmp_path: Path
 
 
 def test_neighbours_and_empty_tensors_have_nothing_in_common(tmp_path: Path) -> None:
-    doc = {"a": entry(0, 8), "b": entry(8, 16), "c": entry(4, 4), "d": entry(0, 0)}
+    doc = {"a": entry(0, 8), "b": entry(8, 16), "c": entry(8, 8), "d": entry(0, 0)}
     header = json.dumps(doc).encode()
     (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
     assert imports.from_hf(tmp_path / "a.safetensors", tmp_path / "ours").num_tensors == 4
+
+
+UNCOVERED = {
+    "bytes at the end": ({"a": entry(0, 15)}, r"1 bytes after its last tensor, 'a'"),
+    "no tensor at all": ({}, r"16 bytes after its last tensor, the header"),
+    "a hole": ({"a": entry(0, 4), "b": entry(8, 16)}, r"4 bytes between 'a' and 'b'"),
+    "a hole at the start": ({"a": entry(2, 16)}, r"2 bytes between the header and 'a'"),
+    "an empty one within": (
+        {"a": entry(0, 16), "b": entry(4, 4)},
+        r"'a' and 'b' have common bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNCOVERED)
+def test_bytes_of_no_tensor_are_refused_as_by_the_library(name: str, tmp_path: Path) -> None:
+    doc, message = UNCOVERED[name]
+    header = json.dumps(doc).encode()
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(16))
+    with pytest.raises(SafetensorError), safe_open(path, "pt"):
+        pass
+    for call in (imports.from_hf, lambda source, _: dc.load({}, source)):
+        with pytest.raises(CorruptError, match=message):
+            call(path, tmp_path / "ours")
+
+
+def test_a_second_copy_at_the_end_is_refused(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "a.safetensors")
+    data = (tmp_path / "a.safetensors").read_bytes()
+    (tmp_path / "a.safetensors").write_bytes(data * 2)
+    with pytest.raises(CorruptError, match=f"{len(data)} bytes after its last tensor, 'w'"):
+        dc.load({}, tmp_path / "a.safetensors")
+
+
+# --- pointers of Git LFS ------------------------------------------------------------------------
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 7\n"
+
+
+@pytest.mark.parametrize("name", ["a.pt", "a.ckpt", "a.safetensors", "a.shrew"])
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_pointer_in_place_of_a_file_is_named(name: str, tmp_path: Path, *, is_link: bool) -> None:
+    path = tmp_path / name
+    stored = tmp_path / "blob" if is_link else path
+    stored.write_text(POINTER)
+    if is_link:
+        path.symlink_to(stored)
+    target = tmp_path / "ours"
+    calls: list[Callable[[Path], Any]] = [
+        lambda source: dc.load({}, source),
+        dc.open,
+        shrew.read,
+        lambda source: shrew.import_file(source, target),
+        lambda source: imports.from_torch(source, target),
+        lambda source: imports.from_lightning(source, target),
+        lambda source: imports.from_hf(source, target),
+    ]
+    for call in calls:
+        with pytest.raises(CorruptError, match=f"{name} is a pointer of Git LFS.*`git lfs pull`"):
+            call(path)
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors.index.json", "model.safetensors"])
+def test_a_pointer_in_a_folder_of_hugging_face_is_named(name: str, tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    if name.endswith("json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / name).write_text(POINTER)
+    with pytest.raises(CorruptError, match=f"{name} is a pointer of Git LFS.*`git lfs pull`"):
+        dc.load({}, tmp_path)
+
+
+# --- keys of DCP --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", [imports.from_dcp, imports.from_lightning])
+def test_an_empty_key_of_dcp_is_named(call: Callable[..., Any], tmp_path: Path) -> None:
+    dcp.save({"": torch.ones(2)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    path = tmp_path / "dcp" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.planner_data = {"": ()}
+    path.write_bytes(pickle.dumps(metadata))
+    torch.save({"pytorch-lightning_version": "2.6"}, tmp_path / "dcp" / "meta.pt")
+    with pytest.raises(IncompatibleError, match="dcp: '' is an empty, too long or invalid name"):
+        call(tmp_path / "dcp", tmp_path / "ours")
 
 
 FILES = ["../out.safetensors", "../../etc/passwd", "/etc/passwd", "a\0b", "..", ".", "", "x/../m"]

@@ -312,6 +312,24 @@ BROKEN: dict[str, tuple[str, str, type[Exception], str]] = {
 }
 
 
+# What Git leaves in place of a large file.
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 7\n"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pointer_of_git_lfs_is_named_with_its_remedy(kind: str, tmp_path: Path) -> None:
+    made = copied(kind, tmp_path)
+    files = [path for path in made.rglob("*") if path.is_file()] or [made]
+    is_read = [path for path in files if system(kind) != "accelerate" or path.suffix != ".json"]
+    for path in is_read:
+        data = path.read_bytes()
+        path.write_text(POINTER)
+        with pytest.raises(CorruptError, match=r"is a pointer of Git LFS.*`git lfs pull`") as error:
+            imports.plan_import(system(kind), made, tmp_path / "ours", {})
+        assert f"{path} is" in str(error.value)
+        path.write_bytes(data)
+
+
 @pytest.mark.parametrize("number", [1, 2, 3])
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 def test_a_part_of_a_model_that_is_not_there_is_named(
@@ -384,6 +402,55 @@ def test_a_vector_that_is_too_short_is_damage(tmp_path: Path) -> None:
     torch.save(state, path)
     with pytest.raises(CorruptError, match="the files do not form one state"):
         imported("deepspeed-zero2", made, tmp_path / "ours")
+
+
+STAGE2 = "mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+
+
+def _partition(**changes: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda state: {
+        **state,
+        "optimizer_state_dict": {**state["optimizer_state_dict"], **changes},
+    }
+
+
+def _with_number(state: dict[str, Any], key: str) -> Any:
+    """Replace the names of parameters by numbers."""
+    names = state[key][0] if key == "param_shapes" else state[key]
+    numbered = {number or 7: names[name] for number, name in enumerate(names)}
+    return {**state, key: [numbered] if key == "param_shapes" else numbered}
+
+
+CRAFTED: dict[str, tuple[int, Callable[[dict[str, Any]], Any], str]] = {
+    "a stage that is text": (1, _partition(zero_stage="two"), "zero_stage is 'two'"),
+    "a stage beyond 3": (1, _partition(zero_stage=4), "zero_stage is 4"),
+    "counts of text": (1, _partition(partition_count=[1, "a"]), "partition_count is not a number"),
+    "a count of text": (1, _partition(partition_count="2"), "partition_count is not a number"),
+    "a padding of text": (1, _partition(param_alignment_paddings=[["1"] * 9] * 2), "its paddings"),
+    "a number for a name": (
+        0,
+        lambda s: _with_number(s, "param_shapes"),
+        "a int in place of a str",
+    ),
+    "a number in the module": (0, lambda s: _with_number(s, "module"), "a int in place of a str"),
+    "tied to nothing": (
+        0,
+        lambda s: {**s, "shared_params": {"out.weight": "lost"}},
+        r"model\.out\.weight is tied to model\.lost, which the files lack",
+    ),
+}
+
+
+@pytest.mark.usefixtures("_classes_of_deepspeed")
+@pytest.mark.parametrize("name", CRAFTED)
+def test_damage_in_a_folder_of_deepspeed_is_named(name: str, tmp_path: Path) -> None:
+    number, change, message = CRAFTED[name]
+    made = copied("deepspeed-zero2", tmp_path)
+    path = made / "global_step3" / STAGE2[number]
+    torch.save(change(torch.load(path, weights_only=False)), path)
+    with pytest.raises(CorruptError, match=message) as error:
+        imports.plan_import("deepspeed", made, tmp_path / "ours", {})
+    assert str(path.parent) in str(error.value)
 
 
 def test_a_weight_that_no_file_has_is_named(tmp_path: Path) -> None:

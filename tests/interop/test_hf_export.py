@@ -234,6 +234,23 @@ def test_where_the_kernel_copies_nothing_the_bytes_are_written(
     assert_same(read(tmp_path / "mac"), tensors())
 
 
+def test_a_refused_clone_is_copied_or_its_cause_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*_: object, **__: object) -> int:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    source = saved(tmp_path, {"model": tensors()})
+    with monkeypatch.context() as patched:
+        patched.setattr(export, "open", refuses, raising=False)
+        export.export_folder(source, tmp_path / "hf", reflink=True)
+    assert_same(read(tmp_path / "hf"), tensors())
+    monkeypatch.setattr(os, "copy_file_range", refuses)
+    monkeypatch.setattr(os, "unlink", refuses)
+    with pytest.raises(dc.StorageError, match=r"model\.safetensors cannot be written: Operation"):
+        export.export_folder(source, tmp_path / "other", reflink=True)
+
+
 @pytest.mark.parametrize("reflink", [False, True])
 def test_damage_is_found_and_nothing_is_left(tmp_path: Path, *, reflink: bool) -> None:
     source = saved(tmp_path, {"model": tensors()})

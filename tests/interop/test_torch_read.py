@@ -48,6 +48,7 @@ def same(expected: Any, found: Any, name: str = "state") -> None:
     else:
         assert type(expected) is type(found), name
         assert expected == found, name
+        assert getattr(expected, "dtype", None) == getattr(found, "dtype", None), name
 
 
 def imported(tmp_path: Path, state: Any, **options: Any) -> dict[Any, Any]:
@@ -112,6 +113,11 @@ def test_all_that_plain_data_may_be_comes_as_it_was(tmp_path: Path) -> None:
         "buffer": torch.nn.Buffer(torch.ones(1)),
         "kinds": (torch.Size([1, 2]), torch.bfloat16, torch.device("cuda", 1), Path("/a"), 1j),
         "numpy": [np.float64(3.5), np.int64(-1), np.bool_(True), np.float16(1)],
+        "times": [
+            *(np.datetime64("2026-01-02T03:04:05", unit) for unit in ("s", "D", "ns", "Y")),
+            *(np.arange(1).astype(f"m8{unit}")[0] for unit in ("[ms]", "[25s]", "")),
+        ],
+        "texts": [np.str_("a\0b"), np.bytes_(b"\0c")],
         "arrays": {"a": np.arange(6.0).reshape(2, 3), "b": np.zeros((0, 2), np.uint8)},
         "generators": (np.random.get_state(), random.getstate(), torch.get_rng_state()),
         "sets": [{1, 2}, frozenset(["a"]), Counter("aab"), defaultdict(list, {"a": [1]})],
@@ -209,6 +215,13 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a dict and a value": (lambda: {"a": {"b": {"c": torch.ones(1)}}, "a.b": 5}, r"a\.b is the"),
     "no name": (lambda: {"": torch.ones(1), "n": 1}, "an empty, too long"),
     "a long name": (lambda: {"n" * 10000: torch.ones(1), "n": 1}, "an empty, too long"),
+    "a long double": (lambda: {"x": np.longdouble(1)}, "x is a numpy scalar of dtype <f16"),
+    "long doubles": (lambda: {"x": np.zeros(2, np.longdouble)}, "x is a numpy array of dtype <f16"),
+    "times": (lambda: {"x": np.zeros(2, "M8[s]")}, r"x is a numpy array of dtype <M8\[s\]"),
+    "columns": (lambda: {"x": np.eye(2, 3).T}, "x is a numpy array of dtype <f8 in column order"),
+    "bytes with a NUL": (lambda: {"x": np.bytes_(b"a\0")}, r"x is .* \|S2 with NULs at its end"),
+    "text with a NUL": (lambda: {"x": np.str_("ab\0")}, "x is .* <U3 with NULs at its end"),
+    "a struct": (lambda: {"x": np.zeros(1, "i4,f4")[0]}, r"x is a numpy scalar of dtype >V8"),
     "a flag as a name": (lambda: {True: torch.ones(1), "n": 1}, "keys of bool"),
 }
 

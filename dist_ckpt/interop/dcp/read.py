@@ -306,7 +306,7 @@ class _MetadataContents:
 
 def _check_path(fqn: str, path: object) -> Path:
     """Return the path of a key in the nested state dict: `(fqn,)` if the metadata has none."""
-    if not isinstance(path, tuple):
+    if not isinstance(path, tuple) or not path:
         return (fqn,)
     are_keys = (type(k) is str or (type(k) is int and k.bit_length() <= 64) for k in path)
     return path if all(are_keys) and join_path(path) == fqn else (fqn,)

@@ -18,12 +18,13 @@ from typing import Any
 from dist_ckpt.core.format.geometry import ElementRange, Region, Shape
 from dist_ckpt.core.format.objects.plain_types import Size
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
+from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.interop.readers.nested_state import ImportFilter, NestedState
 from dist_ckpt.interop.readers.restricted_pickle import (
     PickledRecord,
     PlaceholderFactory,
     UnknownObject,
+    quote,
     record_factory,
 )
 from dist_ckpt.interop.readers.torch_pickles import TORCH_NAMES, TensorView
@@ -47,7 +48,7 @@ def is_folder(storage: Storage, path: str) -> bool:
             _MODEL_FILE.fullmatch(entry.name) or _PARTITION_FILE.fullmatch(entry.name)
             for entry in storage.list(find_latest(storage, path))
         )
-    except (OSError, NotFoundError, CorruptError):
+    except (OSError, CheckpointError):
         return False
 
 
@@ -186,6 +187,8 @@ class _ZeroFiles:
         first = self._partitions[0][1] if partitions else {}
         self._num_ranks = len(partitions)
         self._stage = first.get("zero_stage", 0 if not partitions else 1)
+        if type(self._stage) is not int or not 0 <= self._stage <= 3:
+            raise self._corrupt(f"zero_stage is {quote(self._stage)}, not a number from 0 to 3")
         self._check_count(first)
 
     def add_all(self) -> None:
@@ -194,12 +197,12 @@ class _ZeroFiles:
         for parameter in self._parameters() if self._partitions else ():
             if parameters.setdefault(parameter.name, parameter) is not parameter:
                 raise self._corrupt(f"two parameters are {parameter.name}")
-        shared = self._expect(self.model.get("shared_params") or {}, dict)
+        shared = self._expect_names(self.model.get("shared_params") or {})
         self._add_module(parameters.keys(), shared)
         for parameter in parameters.values():
             self._add_partitioned(("model", parameter.name), parameter, self._weights)
         for name, other in shared.items():
-            self._nested.add_alias(("model", str(name)), f"model.{other}")
+            self._nested.add_alias(("model", name), f"model.{other}")
         if self._partitions:
             self._add_optimizer([*parameters.values()])
             self._add_other_values()
@@ -211,7 +214,7 @@ class _ZeroFiles:
 
     def _add_module(self, partitioned: Collection[str], shared: Mapping[str, str]) -> None:
         """Add what has no partitions: buffers, frozen parameters, or without ZeRO all of it."""
-        module = self._expect(self.model.get("module"), dict)
+        module = self._expect_names(self.model.get("module"))
         buffers = self._expect(self.model.get("buffer_names") or [], list)
         frozen = self._expect(self.model.get("frozen_param_shapes") or {}, dict)
         for name, value in module.items():
@@ -241,7 +244,10 @@ class _ZeroFiles:
 
     def _parameters(self) -> Iterator[_Parameter]:
         """Yield the partitioned parameters, each with its parts."""
-        groups = [self._expect(g, dict) for g in self._expect(self.model.get("param_shapes"), list)]
+        groups = [
+            self._expect_names(group)
+            for group in self._expect(self.model.get("param_shapes"), list)
+        ]
         sizes = [[prod(view.shape) for _, view in vectors] for vectors in self._weights]
         if self._stage == 3:
             yield from self._interleaved_parameters(groups, sizes)
@@ -383,8 +389,10 @@ class _ZeroFiles:
     def _check_count(self, first: Mapping[str, object]) -> None:
         num_ranks = self._num_ranks
         count = first.get("partition_count", num_ranks)
-        expected = max(count) if isinstance(count, list) and count else count
-        if expected != num_ranks:
+        counts = count if isinstance(count, list) and count else [count]
+        if not all(type(number) is int for number in counts):
+            raise self._corrupt("partition_count is not a number, nor a list of numbers")
+        if (expected := max(counts)) != num_ranks:
             raise NotFoundError(
                 f"{self._archive.label} has {expected} partitions, but only {num_ranks} of their "
                 f"files exist: copy the others there"
@@ -397,9 +405,12 @@ class _ZeroFiles:
 
     def _padding(self, paddings: object, group: int, index: int) -> int:
         try:
-            return int(paddings[group][index])  # type: ignore[index]
-        except (TypeError, IndexError, ValueError, KeyError):
-            raise self._corrupt("its paddings do not match its parameters") from None
+            padding = paddings[group][index]  # type: ignore[index]
+        except (TypeError, IndexError, KeyError):
+            padding = None
+        if type(padding) is not int or padding < 0:
+            raise self._corrupt("its paddings do not match its parameters")
+        return padding
 
     def _shape(self, size: object) -> Shape:
         if not isinstance(size, Size):
@@ -410,6 +421,13 @@ class _ZeroFiles:
         if not isinstance(value, TensorView):
             raise self._corrupt("a rank has no vector where one must be")
         return value
+
+    def _expect_names(self, value: object) -> dict[str, Any]:
+        """Return a dict by parameter names."""
+        by_name: dict[str, Any] = self._expect(value, dict)
+        for name in by_name:
+            self._expect(name, str)
+        return by_name
 
     def _expect(self, value: object, cls: type[Any]) -> Any:
         if isinstance(value, UnknownObject) or not isinstance(value, cls):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -316,8 +316,9 @@ def clone(source: str, start: int, path: str, file: ExportedFile) -> bool:
                 done += count
             os.fsync(out.fileno())
     except OSError as error:
-        if error.errno in _CANNOT_CLONE:
+        with suppress(OSError):
             os.unlink(path)
+        if error.errno in _CANNOT_CLONE and not os.path.lexists(path):
             return False
         raise StorageError(f"{path} cannot be written: {error.strerror}") from error
     return True

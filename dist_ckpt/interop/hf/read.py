@@ -117,24 +117,32 @@ def _read_header(storage: Storage, path: str) -> tuple[list[ForeignTensor], dict
             f"{path} is one file of a dist_ckpt checkpoint: give the checkpoint's folder"
         )
     tensors = [_parse_tensor(name, doc[name], path, 8 + nbytes, total) for name in doc]
-    _check_offsets(tensors, path)
+    _check_offsets(tensors, path, 8 + nbytes, total)
     return tensors, metadata
 
 
-def _check_offsets(tensors: Sequence[ForeignTensor], path: str) -> None:
-    """Raise CorruptError if two tensors have common bytes: a small file could become large."""
-    end, last = 0, ""
-    spans = (
-        (entry.chunks[0].start, prod(entry.shape) * DTYPES[entry.dtype].itemsize, entry.fqn)
-        for entry in tensors
+def _check_offsets(tensors: Sequence[ForeignTensor], path: str, start: int, total: int) -> None:
+    """Raise CorruptError unless every byte after the header belongs to exactly one tensor.
+
+    The safetensors library refuses the same files. They have no checksums, so this detects some
+    damage: a file that is too long, or a header of another file.
+    """
+    spans = sorted(
+        (tensor.chunks[0].start, prod(tensor.shape) * DTYPES[tensor.dtype].itemsize, tensor.fqn)
+        for tensor in tensors
     )
-    for start, nbytes, name in sorted(spans):
-        if nbytes and start < end:
-            raise CorruptError(
-                f"{path}: {strict_json.quote(last)} and {strict_json.quote(name)} have common "
-                f"bytes; fetch the file again"
-            )
-        end, last = max(end, start + nbytes), name
+    end, last = start, "the header"
+    remedy = "fetch the file again"
+    for first, nbytes, fqn in spans:
+        name = strict_json.quote(fqn)
+        if first < end:
+            raise CorruptError(f"{path}: {last} and {name} have common bytes; {remedy}")
+        if first > end:
+            gap = f"{first - end} bytes between {last} and {name}"
+            raise CorruptError(f"{path}: {gap} belong to no tensor; {remedy}")
+        end, last = first + nbytes, name
+    if end < total:
+        raise CorruptError(f"{path}: {total - end} bytes after its last tensor, {last}; {remedy}")
 
 
 def _parse_tensor(name: str, value: Json, path: str, start: int, total: int) -> ForeignTensor:

@@ -204,12 +204,14 @@ class NestedState:
 
     def add_alias(self, path: Path, other: str) -> None:
         """Add another name of an added tensor. ValueError if that tensor was excluded."""
-        fqn = join_path(path)
+        fqn, other = join_path(path), self._aliases.get(other, other)
         if self.excludes(fqn):
             return
         if other not in self.tensors:
-            why = f"{fqn} is tied to {other}, which is excluded: exclude both of them, or neither"
-            raise ValueError(f"{self._label}: {why}")
+            tied = f"{self._label}: {fqn} is tied to {other}, which"
+            if other in self._excluded:
+                raise ValueError(f"{tied} is excluded: exclude both of them, or neither")
+            raise CorruptError(f"{tied} the files lack; use another checkpoint")
         self._reserve(path)
         self._aliases[fqn] = other
 
@@ -340,7 +342,8 @@ def _find_unknown(
     """
     _check_depth(depth)
     if isinstance(value, NumpyArray) and value.value is None:
-        value = UnknownObject("a numpy array of objects or text, or one in column order")
+        reason = f"is a numpy array of dtype {value.dtype}, which cannot be stored"
+        value = UnknownObject("numpy.ndarray", reason)
     if isinstance(value, UnknownObject):
         return part_of or fqn, value
     if id(value) in visited:
@@ -390,8 +393,7 @@ def _resolve_arrays(value: Any, budget: PickleBudget, depth: int) -> object:
     _check_depth(depth)
     budget.spend(8 + _stored_nbytes(value))
     if isinstance(value, NumpyArray):
-        if value.value is None:
-            raise ValueError("an array without its data")
+        assert value.value is not None, "`_find_unknown` has found it"
         budget.spend(len(value.value.data))
         return value.value
     if type(value) is deque:

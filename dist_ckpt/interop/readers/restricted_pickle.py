@@ -64,12 +64,13 @@ def record_factory(name: str, cls: type[PickledRecord] = PickledRecord) -> Place
 
 @dataclass(slots=True, eq=False)
 class UnknownObject:
-    """An object whose name is not in the table, or the result of calling it: only the name."""
+    """An object that cannot be read: its name is not in the table, or there is a `reason`."""
 
     name: str
+    reason: str = ""
 
     def __str__(self) -> str:
-        return f"names {self.name}, which is not run here: only plain data is read"
+        return self.reason or f"names {self.name}, which is not run here: only plain data is read"
 
 
 class PickleBudget:
@@ -245,7 +246,8 @@ class _Machine:
         if not self.keep_unknown:
             _check_hashable(key)
         elif not _is_hashable(key):
-            return UnknownObject(f"the key {quote(key)}")
+            name = f"the key {quote(key)}"
+            return UnknownObject(name, f"has {name}: only text and numbers of 64 bits are read")
         return key
 
     def set_item(self) -> None:
@@ -295,7 +297,7 @@ class _Machine:
         maker = self.stack.pop()
         self.budget.spend(_CALL_COST * len(args) if type(args) is tuple else 0)
         if type(args) is tuple and (unknown := _find_unknown((maker, *args))) is not None:
-            self.push(UnknownObject(unknown.name))
+            self.push(UnknownObject(unknown.name, unknown.reason))
             return
         if type(maker) is not PlaceholderFactory or type(args) is not tuple:
             raise TypeError(f"a call of {quote(maker)}")

@@ -21,9 +21,15 @@ from dist_ckpt.core.format.objects.plain_types import (
     DTypeValue,
     NumpyScalar,
     Size,
+    numpy_itemsize,
 )
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.interop.readers.restricted_pickle import PlaceholderFactory, check_members, quote
+from dist_ckpt.interop.readers.restricted_pickle import (
+    PlaceholderFactory,
+    UnknownObject,
+    check_members,
+    quote,
+)
 
 _MAX_NDIM = 64
 _MAX_KEY_CHARS = 1 << 16
@@ -243,12 +249,26 @@ class _NumpyDType:
         self.code = f"|{code}"
 
     def set_state(self, state: object) -> None:
-        """Set the byte order from the second field; the next fields are of structs and units."""
+        """Set the byte order from the second field, and the unit of a time from the last one."""
         if not isinstance(state, tuple) or len(state) < 5 or type(state[1]) is not str:
             raise TypeError("a numpy dtype without a state")
         # A dtype with fields, or a big-endian one, has no name here.
         order = state[1] if all(part is None for part in state[2:5]) else ">"
-        self.code = f"{order}{self._name}"
+        is_time = self._name in ("M8", "m8") and len(state) > 8
+        self.code = f"{order}{self._name}{_time_unit(state[8]) if is_time else ''}"
+
+
+_TIME_UNITS = (b"Y", b"M", b"W", b"D", b"h", b"m", b"s", b"ms", b"us", b"ns", b"ps", b"fs", b"as")
+
+
+def _time_unit(metadata: object) -> str:
+    """Return a unit of datetime64 or timedelta64 as in numpy's code, such as "[ms]" or "[25s]"."""
+    match metadata:
+        case (_, (b"generic", _, _, _)):
+            return ""
+        case (_, (unit, int(count), 1, 1)) if unit in _TIME_UNITS and 0 < count < 1 << 31:
+            return f"[{count if count > 1 else ''}{unit.decode()}]"
+    raise TypeError("an invalid unit of a numpy time")
 
 
 # The dtypes that are stored as tensors, by numpy's code without the byte order.
@@ -262,31 +282,42 @@ _NUMPY_DTYPES = {
 
 
 class NumpyArray:
-    """A numpy array, valid once it has its state."""
+    """A numpy array. `value` is set with its state, and stays None for an unsupported array."""
 
     def __init__(self, *_: object) -> None:
         self.value: ArrayValue | None = None
+        self.dtype = "unknown"
 
     def set_state(self, state: object) -> None:
-        """Set the shape, the dtype and the bytes; `value` stays None for unsupported arrays."""
+        """Set the dtype, the shape and the bytes."""
         match state:
             case (int(), shape, _NumpyDType() as dtype, False, bytes(data)):
+                self.dtype = dtype.code
                 name, sizes = _NUMPY_DTYPES.get(dtype.code[1:]), _check_sizes(shape)
                 if name is None or dtype.code[0] not in "<|":
                     return
                 if prod(sizes) * DTYPES[name].itemsize != len(data):
                     raise ValueError("an array with too many or too few bytes")
                 self.value = ArrayValue(name, sizes, data, "numpy")
-            case (int(), _, _NumpyDType(), bool(), bytes() | list()):
-                return  # in column order, or of objects
+            case (int(), _, _NumpyDType() as dtype, bool(), bytes() | list()):
+                self.dtype = f"{dtype.code} in column order"  # or of objects: "|O8"
             case _:
                 raise TypeError("an invalid numpy array")
 
 
-def _make_numpy_scalar(dtype: object, data: object) -> NumpyScalar:
-    if not isinstance(dtype, _NumpyDType) or type(data) is not bytes or dtype.code[0] == ">":
+def _make_numpy_scalar(dtype: object, data: object) -> NumpyScalar | UnknownObject:
+    if not isinstance(dtype, _NumpyDType) or type(data) is not bytes:
         raise TypeError("an invalid numpy scalar")
-    return NumpyScalar(dtype.code, data)
+    code, itemsize = dtype.code, numpy_itemsize(dtype.code)
+    if itemsize is None or code[0] == ">":
+        return UnknownObject(code, f"is a numpy scalar of dtype {code}, which cannot be stored")
+    if len(data) != itemsize:
+        raise ValueError(f"{len(data)} bytes for a numpy scalar of dtype {code}")
+    if code[1] in "SU" and data.endswith(b"\0" * (4 if code[1] == "U" else 1)):
+        return UnknownObject(
+            code, f"is a numpy scalar of dtype {code} with NULs at its end, which numpy drops"
+        )
+    return NumpyScalar(code, data)
 
 
 # --- the table -------------------------------------------------------------------------------

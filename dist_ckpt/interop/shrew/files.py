@@ -37,6 +37,7 @@ from dist_ckpt.interop.readers.virtual_checkpoint import (
     ForeignTensor,
     build_virtual_checkpoint,
 )
+from dist_ckpt.interop.registry import check_fetched
 from dist_ckpt.interop.shrew import encoding
 from dist_ckpt.interop.shrew.encoding import FileTensor, PlainTensor, is_tensor
 from dist_ckpt.reports import CopyProgress, Progress, SaveReport
@@ -183,7 +184,7 @@ class LocalFile:
     """A regular file, open for reading (`ReadableFile`).
 
     Raises NotFoundError if it does not exist, ValueError if it is not a regular file, StorageError
-    if it cannot be opened.
+    if it cannot be opened, CorruptError if it is a pointer of Git LFS.
     """
 
     num_links = 1
@@ -200,9 +201,13 @@ class LocalFile:
         status = os.fstat(self._descriptor)
         self.nbytes = status.st_size
         self.version = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-        if not stat.S_ISREG(status.st_mode):
+        try:
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError(f"{self.path} is not a regular file: give the path of a file")
+            check_fetched(self, self.path)
+        except BaseException:
             self.close()
-            raise ValueError(f"{self.path} is not a regular file: give the path of a file")
+            raise
 
     def read_into(self, offset: int, target: memoryview) -> int:
         """Fill memory. CorruptError if the file was truncated since it was opened."""

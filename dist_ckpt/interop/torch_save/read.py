@@ -21,7 +21,7 @@ from dist_ckpt.interop.readers.nested_state import ImportFilter, NestedState
 from dist_ckpt.interop.readers.restricted_pickle import PickleBudget, UnknownObject, unknown_error
 from dist_ckpt.interop.readers.torch_pickles import TORCH_NAMES, TensorView, resolve_storage
 from dist_ckpt.interop.readers.virtual_checkpoint import MODEL, ForeignState
-from dist_ckpt.interop.registry import open_file
+from dist_ckpt.interop.registry import is_file, open_file
 
 _MAX_PICKLE_NBYTES = 1 << 30
 
@@ -69,6 +69,8 @@ def open_archive(
     try:
         file = open_file(storage, path)
     except CorruptError:
+        if is_file(storage, path):
+            raise
         raise IncompatibleError(
             f"{path} is not a regular file. Pass the path of a file of torch.save. For a folder, "
             f"name the system that wrote it (see `dist-ckpt import --help`)"
