@@ -18,7 +18,7 @@ from typing import Any
 
 from dist_ckpt.core.commit.commit_protocol import check_new_name
 from dist_ckpt.core.format.filenames import is_reserved_name
-from dist_ckpt.core.runtime.buffers import allocate_scratch, copy
+from dist_ckpt.core.runtime.host_memory import allocate_scratch, copy
 from dist_ckpt.core.runtime.threads import SerialExecutor
 from dist_ckpt.core.storage.interface import Storage, WritableFile
 from dist_ckpt.core.storage.local.local_storage import (

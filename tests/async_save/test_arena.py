@@ -634,7 +634,7 @@ say(shares(), arena.memory[5000])
 @pytest.mark.multi_process
 def test_a_forked_child_keeps_none_of_an_arena_and_what_it_does_to_it_is_its_own(tmp_path):
     with program(
-        "from dist_ckpt.core.runtime.shared_memory import create_anonymous\n" + FORKED, tmp_path
+        "from dist_ckpt.core.runtime.host_memory import create_anonymous\n" + FORKED, tmp_path
     ) as one:
         assert one.hear() == "False 0 True"
         assert one.hear() == "True 7"

@@ -17,7 +17,7 @@ from arena_processes import START, program
 from dist_ckpt.async_save.snapshots.arena import Arena, ArenaPool, ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import Image, Seal, Snapshot, arena_nbytes
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
-from dist_ckpt.core.runtime import shared_memory
+from dist_ckpt.core.runtime import host_memory
 from dist_ckpt.errors import StorageError
 from recovered_arenas import kept_in
 
@@ -83,7 +83,7 @@ def test_an_arena_that_outgrows_shared_memory_moves(arenas, rank_folder, monkeyp
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.ftruncate(fd, start + nbytes)
 
-    monkeypatch.setattr(shared_memory, "_allocate", full)
+    monkeypatch.setattr(host_memory, "_allocate", full)
     large = arenas.open_fitting(0, arena_nbytes(SNAPSHOT))
     assert large.path.startswith("/proc/")
     assert os.listdir(rank_folder.path) == ["arena-0.trainer"]
@@ -141,7 +141,7 @@ def test_no_memory_anywhere_says_how_much_was_needed(arenas, rank_folder, monkey
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(shared_memory, "_allocate", full)
+    monkeypatch.setattr(host_memory, "_allocate", full)
     with pytest.raises(
         StorageError, match=r"no memory for a snapshot of 1,048,576 bytes: No space"
     ):
@@ -153,22 +153,22 @@ def test_no_memory_anywhere_says_how_much_was_needed(arenas, rank_folder, monkey
 def test_memory_that_the_host_has_not_is_refused_before_a_process_is_ended_for_it(
     arenas, monkeypatch
 ):
-    monkeypatch.delattr(shared_memory, "_allocate")  # nobody gets as far as that
+    monkeypatch.delattr(host_memory, "_allocate")  # nobody gets as far as that
     with pytest.raises(StorageError, match=r"bytes are needed, and .* are available"):
         arenas.open_fitting(0, 1 << 50)
 
 
 def test_a_limit_that_stops_an_arena_from_growing_leaves_it_as_it_was(tmp_path, monkeypatch):
-    fd = shared_memory.create_named(str(tmp_path / "arena"), 1 << 20)
-    monkeypatch.setattr(shared_memory, "_RESERVE_NBYTES", 1 << 20)
+    fd = host_memory.create_named(str(tmp_path / "arena"), 1 << 20)
+    monkeypatch.setattr(host_memory, "_RESERVE_NBYTES", 1 << 20)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, limits[1]))
     try:
         with pytest.raises(OSError, match="File too large") as found:
-            shared_memory.reserve(fd, 3 << 20)
+            host_memory.reserve(fd, 3 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert shared_memory.is_out_of_space(found.value)
+    assert host_memory.is_out_of_space(found.value)
     assert os.fstat(fd).st_size == 1 << 20
     os.close(fd)
 
@@ -178,7 +178,7 @@ def test_memory_that_could_not_be_reserved_is_given_back(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (5 << 20, limits[1]))
     try:
         with pytest.raises(OSError, match="File too large"):
-            shared_memory.create_named(str(tmp_path / "arena"), 8 << 20)
+            host_memory.create_named(str(tmp_path / "arena"), 8 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert os.listdir(tmp_path) == []

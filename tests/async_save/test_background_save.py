@@ -19,7 +19,7 @@ from dist_ckpt.async_save.trainer.background_save import list_images, stage
 from dist_ckpt.core.comm.collectives.collective import SingleProcessCollective
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.runtime.shared_memory import create_named
+from dist_ckpt.core.runtime.host_memory import create_named
 from dist_ckpt.core.saving.agreement import plan_together
 from dist_ckpt.core.saving.local_save_state import LocalSaveState
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles

@@ -37,8 +37,8 @@ from dist_ckpt.async_save.writer.messages import (
     Ready,
 )
 from dist_ckpt.async_save.writer.process import MAX_LOG_NBYTES
+from dist_ckpt.core.runtime.host_memory import create_anonymous
 from dist_ckpt.core.runtime.lock_files import owner_of
-from dist_ckpt.core.runtime.shared_memory import create_anonymous
 from dist_ckpt.errors import ConflictError, RankError, StorageError
 from recovered_arenas import kept_in
 from staged_saves import (

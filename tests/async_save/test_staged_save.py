@@ -18,7 +18,7 @@ from dist_ckpt.config import Config
 from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.planning.save.save_planner import plan_rank_files
-from dist_ckpt.core.runtime.buffers import address_of
+from dist_ckpt.core.runtime.host_memory import address_of
 from dist_ckpt.core.runtime.process import find_process
 from dist_ckpt.core.shard_io.write.shard_writer import NullStorage, WritableStorage, write_all
 from dist_ckpt.core.storage.interface import WritableFile

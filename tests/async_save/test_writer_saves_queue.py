@@ -19,7 +19,7 @@ from dist_ckpt.async_save.writer.writer_saves import (
     WriterRendezvous,
     WriterSave,
 )
-from dist_ckpt.core.runtime.shared_memory import create_anonymous
+from dist_ckpt.core.runtime.host_memory import create_anonymous
 from dist_ckpt.errors import CheckpointError, ConflictError, RankError
 from staged_saves import CONFIG, Staged, State, new_id, write_of
 

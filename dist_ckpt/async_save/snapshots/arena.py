@@ -35,7 +35,7 @@ from dist_ckpt.async_save.snapshots.recovered_snapshots import (
     open_first,
 )
 from dist_ckpt.core.runtime import typed_msgpack
-from dist_ckpt.core.runtime.shared_memory import (
+from dist_ckpt.core.runtime.host_memory import (
     create_anonymous,
     create_named,
     detach_in_child,

@@ -29,7 +29,7 @@ from dist_ckpt.core.format.geometry import ByteRange
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.runtime import typed_msgpack
-from dist_ckpt.core.runtime.shared_memory import open_existing
+from dist_ckpt.core.runtime.host_memory import open_existing
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.local.direct_io import Descriptor

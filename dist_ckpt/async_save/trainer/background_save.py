@@ -31,7 +31,7 @@ from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.planning.plan import Batch, BatchPart, FilePlan, Inventory
 from dist_ckpt.core.runtime import typed_msgpack
-from dist_ckpt.core.runtime.buffers import address_of, copy, move
+from dist_ckpt.core.runtime.host_memory import address_of, copy, move
 from dist_ckpt.core.runtime.threads import parallel_for, stream_results
 from dist_ckpt.core.saving.agreement import AgreedPlan, SaveAgreement, SaveArguments, agree
 from dist_ckpt.core.saving.attachments import read_attached

@@ -23,7 +23,7 @@ from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, SavePlan
 from dist_ckpt.core.planning.save.save_planner import plan_rank_files
 from dist_ckpt.core.runtime import typed_msgpack
-from dist_ckpt.core.runtime.buffers import BufferPool, address_of
+from dist_ckpt.core.runtime.host_memory import BufferPool, address_of
 from dist_ckpt.core.runtime.process import find_state, running_time
 from dist_ckpt.core.shard_io.write.shard_writer import NullStorage, RankFiles, write_all
 from dist_ckpt.errors import CheckpointError, CorruptError, RankError

@@ -35,7 +35,7 @@ from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import SavePlan
 from dist_ckpt.core.planning.save.save_planner import nbytes_to_write
-from dist_ckpt.core.runtime.buffers import BufferPool
+from dist_ckpt.core.runtime.host_memory import BufferPool
 from dist_ckpt.core.saving.agreement import build_plan
 from dist_ckpt.core.shard_io.write.link_unchanged import LinkableSaves, SavedFiles, write_or_link
 from dist_ckpt.core.storage import open_storage

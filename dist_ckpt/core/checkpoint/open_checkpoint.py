@@ -29,7 +29,7 @@ from dist_ckpt.core.planning.load.load_planner import plan_load
 from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.planning.save.save_planner import plan_all_files
 from dist_ckpt.core.planning.selection import Selection
-from dist_ckpt.core.runtime.buffers import BufferPool
+from dist_ckpt.core.runtime.host_memory import BufferPool
 from dist_ckpt.core.shard_io.memory.host_array import ArrayTarget
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.shard_io.read.open_files import (

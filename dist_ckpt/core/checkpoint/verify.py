@@ -31,7 +31,7 @@ from dist_ckpt.core.format.index.index import (
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.shard_file import ShardFile
 from dist_ckpt.core.planning.save.save_planner import stored_cells_by_rank
-from dist_ckpt.core.runtime.buffers import BufferPool
+from dist_ckpt.core.runtime.host_memory import BufferPool
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.read import block_reads, open_files
 from dist_ckpt.core.shard_io.read.block_reads import BlockRead

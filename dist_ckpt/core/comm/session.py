@@ -10,7 +10,7 @@ from dist_ckpt.config import Config
 from dist_ckpt.core.comm.collectives.collective import Collective
 from dist_ckpt.core.comm.collectives.host_links import SharedScratch
 from dist_ckpt.core.comm.exchange.channel import Channel
-from dist_ckpt.core.runtime.buffers import BufferPool
+from dist_ckpt.core.runtime.host_memory import BufferPool
 from dist_ckpt.reports import IoCount
 
 T = TypeVar("T")

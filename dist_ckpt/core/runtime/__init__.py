@@ -1,5 +1,6 @@
-"""What Python and torch lack: daemon threads, lock files, buffers, shared memory, messages.
+"""What Python and torch lack: daemon threads, lock files, host memory, messages.
 
+- Scratch buffers, copies, shared memory: `host_memory.py`.
 - Several calls at once, a call that may hang: `threads.py`.
 - A clock without the stops of this process, the state of another process: `process.py`.
 - A private name of torch: `torch_private.py`, whose table lists all of them.

@@ -29,7 +29,7 @@ from dist_ckpt.core.planning.plan import FileReceipt, SavePlan
 from dist_ckpt.core.planning.save.save_planner import plan_rank_files
 from dist_ckpt.core.planning.selection import Selection, parse_selection
 from dist_ckpt.core.runtime import typed_msgpack
-from dist_ckpt.core.runtime.buffers import BufferPool
+from dist_ckpt.core.runtime.host_memory import BufferPool
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.saving.carry_plan import (
     CarryPlan,

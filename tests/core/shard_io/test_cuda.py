@@ -21,7 +21,7 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.core.runtime.buffers import address_of
+from dist_ckpt.core.runtime.host_memory import address_of
 from dist_ckpt.core.saving.local_save_state import LocalSaveState
 from dist_ckpt.core.shard_io.memory import cuda
 from dist_ckpt.core.shard_io.memory.cuda import Fence, PinnedArenas

@@ -15,7 +15,7 @@ from dist_ckpt.core.format.checksums import Buffer, block_digest, document_diges
 from dist_ckpt.core.format.geometry import Cell
 from dist_ckpt.core.format.shard_file import decode_header
 from dist_ckpt.core.planning.save import save_planner
-from dist_ckpt.core.runtime.buffers import BufferPool, address_of, allocate_scratch
+from dist_ckpt.core.runtime.host_memory import BufferPool, address_of, allocate_scratch
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource
 from dist_ckpt.core.shard_io.write.shard_writer import NUM_WAITING, RankFiles, write_all
 from dist_ckpt.core.storage import WritableFile

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt.core.format.geometry import ByteRange
-from dist_ckpt.core.runtime.buffers import address_of, allocate_scratch
+from dist_ckpt.core.runtime.host_memory import address_of, allocate_scratch
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.local import direct_io
 from dist_ckpt.core.storage.local.direct_io import Alignment, alignment_of

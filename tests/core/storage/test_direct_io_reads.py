@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import dist_ckpt as dc
-from dist_ckpt.core.runtime.buffers import allocate_scratch
+from dist_ckpt.core.runtime.host_memory import allocate_scratch
 from dist_ckpt.core.storage import ReadableFile, Storage
 from dist_ckpt.core.storage.local import direct_io
 from dist_ckpt.core.storage.local.direct_io import MIN_NBYTES, MIN_READ_NBYTES, READ_SLOT_NBYTES

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from dist_ckpt.core.comm.messages import SecondaryError
+from dist_ckpt.core.runtime.host_memory import create_anonymous
 from dist_ckpt.core.runtime.process import MAX_STEP_S, running_time
-from dist_ckpt.core.runtime.shared_memory import create_anonymous
 
 MAX_MESSAGE_NBYTES = 64
 

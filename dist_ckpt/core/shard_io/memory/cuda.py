@@ -21,7 +21,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from dist_ckpt.core.runtime.buffers import address_of
+from dist_ckpt.core.runtime.host_memory import address_of
 from dist_ckpt.core.runtime.threads import DaemonThreads
 from dist_ckpt.core.shard_io.memory.interface import CellSource
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource

@@ -17,7 +17,7 @@ from dist_ckpt.core.format.checksums import block_digest, streamed_digest
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import ElementRange, Region, row_major_strides, split_into_boxes
 from dist_ckpt.core.planning.plan import ReadItem
-from dist_ckpt.core.runtime.buffers import BufferPool, copy
+from dist_ckpt.core.runtime.host_memory import BufferPool, copy
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.memory.interface import Target
 from dist_ckpt.core.shard_io.read.block_reads import (

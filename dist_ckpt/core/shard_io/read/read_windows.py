@@ -12,7 +12,7 @@ from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import ByteRange, Cell, ElementRange, Region, split_into_boxes
 from dist_ckpt.core.format.shard_file import StoredShard
 from dist_ckpt.core.planning.plan import FilePlan, TensorRequest
-from dist_ckpt.core.runtime.buffers import BufferPool
+from dist_ckpt.core.runtime.host_memory import BufferPool
 from dist_ckpt.core.runtime.threads import stream_results
 from dist_ckpt.core.shard_io.memory.interface import CellSource
 

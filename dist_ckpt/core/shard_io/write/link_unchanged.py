@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.shard_file import decode_header
 from dist_ckpt.core.planning.plan import FileReceipt
-from dist_ckpt.core.runtime.buffers import BufferPool
+from dist_ckpt.core.runtime.host_memory import BufferPool
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.read.block_reads import BlockRead, all_blocks, group_into_reads
 from dist_ckpt.core.shard_io.read.open_files import naming_damaged

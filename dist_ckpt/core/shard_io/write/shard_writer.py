@@ -18,7 +18,7 @@ from typing import Protocol
 from dist_ckpt.config import stall_timeout_s
 from dist_ckpt.core.format import checksums
 from dist_ckpt.core.planning.plan import Batch, BatchPart, FilePlan, FileReceipt
-from dist_ckpt.core.runtime.buffers import BufferPool, address_of, copy, move
+from dist_ckpt.core.runtime.host_memory import BufferPool, address_of, copy, move
 from dist_ckpt.core.runtime.threads import WORK_STALL_S, parallel_for, stream_results
 from dist_ckpt.core.shard_io.memory.interface import CellSource
 from dist_ckpt.core.storage import WritableFile

@@ -20,7 +20,7 @@ from functools import cache
 from mmap import PAGESIZE
 
 from dist_ckpt.core.format.geometry import ByteRange
-from dist_ckpt.core.runtime.buffers import BufferPool, address_of, copy
+from dist_ckpt.core.runtime.host_memory import BufferPool, address_of, copy
 from dist_ckpt.errors import StorageError
 
 

@@ -8,8 +8,8 @@ from mmap import PAGESIZE
 
 import pytest
 
-from dist_ckpt.core.runtime import buffers
-from dist_ckpt.core.runtime.buffers import BufferPool, address_of, allocate_scratch, copy, move
+from dist_ckpt.core.runtime import host_memory
+from dist_ckpt.core.runtime.host_memory import BufferPool, address_of, allocate_scratch, copy, move
 from dist_ckpt.errors import StorageError
 
 
@@ -26,7 +26,7 @@ def test_a_copy_of_any_size_is_complete_and_touches_nothing_else(
 
 
 def test_a_copy_between_unequal_lengths_is_our_own_mistake() -> None:
-    for nbytes in (10, buffers._MIN_MOVE_NBYTES):
+    for nbytes in (10, host_memory._MIN_MOVE_NBYTES):
         with pytest.raises((AssertionError, ValueError)):
             copy(memoryview(bytearray(nbytes - 1)), memoryview(bytearray(nbytes)))
 
@@ -47,7 +47,7 @@ def test_scratch_begins_on_a_page_and_holds_zeros() -> None:
 
 FORK = """
 import os
-from dist_ckpt.core.runtime.buffers import allocate_scratch
+from dist_ckpt.core.runtime.host_memory import allocate_scratch
 memory = allocate_scratch(4096)
 memory[:4] = b"mine"
 if os.fork() == 0:
@@ -98,7 +98,7 @@ def test_cleared_slots_are_gone() -> None:
 
 
 def test_no_more_slots_are_kept_than_their_memory_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(buffers, "MAX_KEPT_NBYTES", 16)
+    monkeypatch.setattr(host_memory, "MAX_KEPT_NBYTES", 16)
     slots = BufferPool(8)
     with slots.borrow() as one, slots.borrow() as two, slots.borrow() as three:
         used = [one, two, three]
