@@ -174,7 +174,7 @@ def test_the_facts_of_a_run(root: Path) -> None:
     assert results == {"s5": "not checked", "s1": "ok", "s2": "ok", "s3": "damaged", "s4": "ok"}
     assert of(facts, 1)["protected_by"] == ["pinned: the paper"]
     assert of(facts, 2)["tags"] == ["release"]
-    assert "the index says" in of(facts, 3)["problem"]
+    assert "is truncated: " in of(facts, 3)["problem"]
     loss, odd = facts["metrics"]
     assert loss["lowest"] == {"value": 0.25, "step": 4}
     assert loss["highest"] == {"value": 1.0, "step": 1}
