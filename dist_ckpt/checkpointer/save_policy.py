@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass
 
 from dist_ckpt.errors import LEAST_POSITIVE, check_number, check_whole
-from dist_ckpt.runs.policy_text import Makers, build_policy, text_of
+from dist_ckpt.runs.policy_text import text_of
 
 # These cannot be caught, or are not requests: after them the process is damaged.
 _UNUSABLE_SIGNALS = frozenset({"KILL", "STOP", "SEGV", "BUS", "FPE", "ILL", "ABRT", "CHLD"})
@@ -53,7 +53,7 @@ class SavePolicy:
         return any(waited_s >= every for every in self.seconds)
 
     def __str__(self) -> str:
-        """Return the text form, for `parse`."""
+        """Return the text form. Equal policies have the same text."""
         rules = [text_of("every", steps=every) for every in sorted(self.steps)]
         rules += [text_of("every", minutes=every / 60) for every in sorted(self.seconds)]
         rules += [text_of("at", *sorted(self.at))] * bool(self.at)
@@ -108,14 +108,3 @@ def on_signal(*names: str) -> SavePolicy:
 
 
 DEFAULT_SAVE = every(minutes=30) | at_end | on_signal("TERM")
-
-
-def parse(text: str) -> SavePolicy:
-    """Return the policy of a text, such as `every(steps=500) | at_end`."""
-    makers: Makers[SavePolicy] = {
-        "every": every,
-        "at": at,
-        "at_end": lambda: at_end,
-        "on_signal": on_signal,
-    }
-    return build_policy(text, makers, SavePolicy())

@@ -4,23 +4,16 @@
     rule    = name [ "(" [ value | name "=" value { "," ... } ] ")" ]
     value   = a number, a string in quotes, or a negative number
 
-Python's parser reads the text, and only these forms are accepted. Nothing is evaluated. Policies
-of retention and of saving share it.
+Python's parser reads the text, and only these forms are accepted. Nothing is evaluated.
 """
 
 from __future__ import annotations
 
 import ast
-import operator
-from collections.abc import Callable, Iterator, Mapping
-from functools import reduce
-from typing import TypeVar
+from collections.abc import Iterator, Mapping
 
 Constant = int | float | str
 WrittenRule = tuple[str, tuple[Constant, ...], Mapping[str, Constant]]
-
-_Policy = TypeVar("_Policy")
-Makers = Mapping[str, Callable[..., _Policy]]
 
 MAX_CHARS = 4096
 
@@ -41,19 +34,6 @@ def text_of(name: str, *values: Constant, **named: Constant | None) -> str:
     parts = [repr(value) for value in values]
     parts += [f"{key}={value!r}" for key, value in named.items() if value is not None]
     return f"{name}({', '.join(parts)})"
-
-
-def build_policy(text: str, makers: Makers[_Policy], empty: _Policy) -> _Policy:
-    """Join the policies that the rules of a text make. ValueError with the bad rule and why."""
-    policies = [empty]
-    for name, values, named in parse_rules(text):
-        if name not in makers:
-            raise ValueError(f"{name!r} is not a rule; there are {', '.join(sorted(makers))}")
-        try:
-            policies.append(makers[name](*values, **named))
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"{text_of(name, *values, **named)}: {error}") from None
-    return reduce(operator.or_, policies)
 
 
 def _alternatives(node: ast.expr) -> Iterator[ast.expr]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.runtime.public_names import refuse_old_names
 from dist_ckpt.errors import check_number, check_whole
-from dist_ckpt.runs.policy_text import Makers, build_policy, text_of
+from dist_ckpt.runs.policy_text import parse_rules, text_of
 
 if not TYPE_CHECKING:
     __getattr__ = refuse_old_names("dist_ckpt.keep", {"Keep": "RetentionPolicy"})
@@ -142,9 +142,21 @@ def within(*, days: float) -> RetentionPolicy:
 
 
 def parse(text: str) -> RetentionPolicy:
-    """Return the policy of a text, such as `last(3) | best(2, min="val/loss")`."""
-    makers: Makers[RetentionPolicy] = {"last": last, "best": best, "every": every, "within": within}
-    return build_policy(text, makers, RetentionPolicy({}))
+    """Return the policy of a text, such as `last(3) | best(2, min="val/loss")`.
+
+    ValueError with the bad rule and the reason.
+    """
+    makers: dict[str, Callable[..., RetentionPolicy]]
+    makers = {"last": last, "best": best, "every": every, "within": within}
+    policy = RetentionPolicy({})
+    for name, values, named in parse_rules(text):
+        if name not in makers:
+            raise ValueError(f"{name!r} is not a rule; there are {', '.join(sorted(makers))}")
+        try:
+            policy |= makers[name](*values, **named)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{text_of(name, *values, **named)}: {error}") from None
+    return policy
 
 
 def _nearest(positions: Sequence[float], interval: float) -> Sequence[int]:

@@ -26,7 +26,7 @@ def test_a_policy_is_what_its_text_says(rules):
     joined = SavePolicy()
     for rule in rules:
         joined |= rule
-    again = save_policy.parse(str(joined))
+    again = eval(str(joined), vars(save_policy))
     assert (again.steps, again.at, again.at_end, again.signals) == (
         *(joined.steps, joined.at),
         *(joined.at_end, joined.signals),
@@ -66,7 +66,7 @@ def test_a_text_is_short_and_the_same_for_equal_policies():
     assert str(policy) == (
         "every(steps=5) | every(minutes=2.0) | at(3, 7) | at_end | on_signal('TERM', 'USR1')"
     )
-    assert save_policy.parse(str(policy)) == policy == policy | at_end
+    assert eval(str(policy), vars(save_policy)) == policy == policy | at_end
 
 
 @pytest.mark.parametrize(
@@ -89,12 +89,6 @@ def test_a_text_is_short_and_the_same_for_equal_policies():
         (lambda: on_signal("NOPE"), "'NOPE' is not a signal of this system"),
         (lambda: on_signal(cast("str", 15)), '15 is not the name of a signal: give it as "TERM"'),
         (lambda: at_end | 3, "unsupported operand"),
-        (lambda: save_policy.parse("every(steps=0)"), r"every\(steps=0\): steps=0: give"),
-        (lambda: save_policy.parse("every(step=5)"), r"every\(step=5\): .*step"),
-        (
-            lambda: save_policy.parse("last(3)"),
-            "'last' is not a rule; there are at, at_end, every, on_sig",
-        ),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_remedy(make, message):
