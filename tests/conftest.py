@@ -38,6 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # No test fails because the machine was busy.
     settings.register_profile("plain", deadline=None)
     settings.load_profile("plain")
+    os.environ[long_mode.DAY_VARIABLE] = str(long_mode.DAY)
     if config.getoption("--rows"):
         config.pluginmanager.register(Rows())
     if config.getoption("--long"):
@@ -46,6 +47,11 @@ def pytest_configure(config: pytest.Config) -> None:
         long_mode.IS_LONG = True
         settings.register_profile("long", deadline=None, max_examples=long_mode.MANY_EXAMPLES)
         settings.load_profile("long")
+
+
+def pytest_report_header() -> str:
+    """Say how to run the same sample on another day."""
+    return f"sample: {long_mode.DAY_VARIABLE}={long_mode.DAY}"
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from dist_ckpt.checkpointer.barrier_rounds import SaveBarrier
+from long_mode import sampled_params
 from save_barrier_model import FAULTS, World, explore, with_fault
 
 SMALL = (
@@ -32,7 +33,9 @@ LARGE = (
 
 
 @pytest.mark.parametrize(
-    "world", [*SMALL, *(pytest.param(world, marks=pytest.mark.long) for world in LARGE)], ids=str
+    "world",
+    [*sampled_params(SMALL, 3), *(pytest.param(world, marks=pytest.mark.long) for world in LARGE)],
+    ids=str,
 )
 def test_no_order_of_events_splits_the_ranks_or_stops_them(world: World) -> None:
     found = explore(world)

@@ -157,7 +157,7 @@ def test_a_dry_run_refuses_what_the_real_call_refuses(name: str, base: Path, run
     command = {**CHECKPOINTS, **EXPORTS, **others}[name]
     refused = 0
     pairs = [(target, more) for target in refusals(base).values() for more in ([], ["--overwrite"])]
-    for target, more in (tried := sample(pairs, 3)):
+    for target, more in (tried := sample(pairs, 5)):
         words = [*given(command, base, target), *more]
         before = snapshot(base)
         dry = run(*words, "--dry-run")

@@ -49,7 +49,7 @@ from dist_ckpt.runs.retention_policy import RetentionPolicy, best, last
 from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from long_mode import IS_LONG
+from long_mode import sampled_calls
 from run_folders import ROOT, committed, put
 
 LAST = last(1)
@@ -537,9 +537,7 @@ def begun(storage: Storage) -> None:
 
 @pytest.mark.parametrize("done", [False, True])
 def test_a_prune_that_is_killed_at_any_call_is_finished_by_the_next(done: bool) -> None:
-    number = 0
-    while True:
-        number += 1 if IS_LONG else 2
+    for number in sampled_calls(4):
         inner = MemoryStorage({ROOT: None})
         begun(inner)
         storage = FaultyStorage(
@@ -559,9 +557,7 @@ def test_a_prune_that_is_killed_at_any_call_is_finished_by_the_next(done: bool) 
 
 @pytest.mark.parametrize("done", [False, True])
 def test_a_prune_that_fails_at_any_call_says_so_or_has_worked(done: bool) -> None:
-    number = 0
-    while True:
-        number += 1 if IS_LONG else 2
+    for number in sampled_calls(4):
         inner = MemoryStorage({ROOT: None})
         begun(inner)
         error = StorageError("planted")

@@ -6,7 +6,7 @@ import logging
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -42,7 +42,7 @@ from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.tools.rewrite.copying import plan_backup_at
-from long_mode import IS_LONG
+from long_mode import IS_LONG, sampled_calls
 
 # Written by dist_ckpt 0.1.0: two starts of a Checkpointer, the second restored step 2 of the first,
 # a pin, a tag, a metric, a check, a backup, and a lease that does not end in our time.
@@ -332,7 +332,7 @@ def test_an_upgrade_that_fails_at_any_call_is_finished_by_the_next(
     begun = make()
     goal, before = upgraded(begun), known(MemoryStorage(begun))
     assert is_upgraded(goal)
-    for number in count(1, 1 if IS_LONG else 5):
+    for number in sampled_calls(9):
         inner = MemoryStorage(begun)
         faulty = FaultyStorage(inner, fail_at_call=number, sticky=True, done=done)
         try:

@@ -125,7 +125,7 @@ def places_of(file: Path, *, every: int) -> list[int]:
 def test_a_flipped_bit_of_what_a_load_reads_is_reported_by_it(made: Path, name: str) -> None:
     file = made / name
     every = 1 if not name.endswith("safetensors") else 211
-    for at in flipped(file, sample(places_of(file, every=every), 5)):
+    for at in flipped(file, sample(places_of(file, every=every), 9)):
         error = error_of_load(made)
         assert type(error) is CorruptError, at
         assert str(file) in str(error), at
@@ -138,7 +138,7 @@ def test_every_flipped_byte_of_a_header_is_reported_by_a_load(made: Path) -> Non
     assert used > 500
     places = [*range(used + 40), *range(used + 40, 4096, 97), 4095]
     # Reads the header alone of the other files.
-    for at in flipped(file, sample(places, 5)):
+    for at in flipped(file, sample(places, 9)):
         state = {"model": {"w": torch.zeros(40, 8)}}
         with pytest.raises(CorruptError, match=re.escape(f"{file} of rank 1: the header")) as error:
             dc.load(state, made.parent, include="model.w")
@@ -155,7 +155,7 @@ def test_a_flipped_byte_of_data_is_reported_with_its_tensor_rows_rank_and_file(
     header = header_of(file)
     rank = header.rank
     start = header.header_nbytes
-    for at in flipped(file, sample(range(start, file.stat().st_size, 7), 5)):
+    for at in flipped(file, sample(range(start, file.stat().st_size, 7), 9)):
         error = error_of_load(made)
         assert type(error) is CorruptError
         (shard,) = [s for s in header.shards if s.span.start <= at - start < s.span.stop]
@@ -216,7 +216,7 @@ def test_every_truncation_is_reported(folder: Path, name: str) -> None:
     file = folder / name
     data = file.read_bytes()
     cuts = cuts_of(len(data))
-    every = sample(range(len(data)), 5) if name.startswith("objects") else cuts
+    every = sample(range(len(data)), 9) if name.startswith("objects") else cuts
     for size in sorted({*every, *cuts}):
         file.write_bytes(data[:size])
         if name in READ:
@@ -362,7 +362,7 @@ def test_a_file_that_the_index_does_not_list_is_reported_by_verify(folder: Path)
 def test_every_prefix_of_an_index_is_reported(folder: Path) -> None:
     file = folder / "index.json"
     data = file.read_bytes()
-    for size in sample(range(len(data)), 5):
+    for size in sample(range(len(data)), 9):
         file.write_bytes(data[:size])
         error = error_of_load(folder)
         assert type(error) is CorruptError, size

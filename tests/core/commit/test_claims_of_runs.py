@@ -24,6 +24,7 @@ from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.forwarding import ForwardingStorage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, ExistsError, StorageError
+from long_mode import sampled_params
 
 T = TypeVar("T")
 ROOT = "/runs"
@@ -241,13 +242,10 @@ class LateWriter(threading.Thread):
 
 # Where an old writer stops: before it looks for newer starts (1, 31), lists (4, 7, 25, 36), makes
 # folders (5, 6) and files (9, 12, 17), commits (34), syncs (35); and behind its last call.
-OLD_CALLS = (1, 4, 5, 9, 34, 35, 99)
-MORE_OLD_CALLS = (6, 7, 12, 17, 25, 31, 36)
+OLD_CALLS = (1, 4, 5, 6, 7, 9, 12, 17, 25, 31, 34, 35, 36, 99)
 
 
-@pytest.mark.parametrize(
-    "number", [*OLD_CALLS, *(pytest.param(n, marks=pytest.mark.long) for n in MORE_OLD_CALLS)]
-)
+@pytest.mark.parametrize("number", sampled_params(OLD_CALLS, 4))
 def test_a_late_writer_that_wakes_up_at_any_call_of_the_new_start_changes_nothing(
     tmp_path: Path, number: int
 ) -> None:

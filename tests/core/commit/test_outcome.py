@@ -31,7 +31,7 @@ def in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("exclusive", [True, False], ids=["renameat2", "link"])
 def test_what_is_said_after_a_fault_is_what_is_there(case: Case, exclusive: bool, tmp_path: Path):
     one = prepared(case, tmp_path, exclusive=exclusive)
-    faults = sample([*some_faults(one.calls(), () if exclusive else OF_LINKS)], 5)
+    faults = sample([*some_faults(one.calls(), () if exclusive else OF_LINKS)], 9)
     assert [problem for fault in faults if (problem := one.wrong(fault)[1])] == []
 
 

@@ -19,7 +19,7 @@ from dist_ckpt.errors import CheckpointError, NotFoundError
 from dist_ckpt.testing.crash_storage import CrashPoint, CrashStorage, Operation, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from long_mode import IS_LONG, sample
+from long_mode import sample, sampled_calls
 
 pytest.importorskip("torch")
 
@@ -120,7 +120,7 @@ def test_taking_away_any_one_fsync_of_a_save_is_found(ranks):
     whole = CrashStorage()
     save_overwrite_delete(whole, ranks)
     unharmed = []
-    for number in sample(range(1, whole.num_syncs + 1), 2):
+    for number in sample(range(1, whole.num_syncs + 1), 3):
         dropped: list[str] = []
 
         def forget(
@@ -139,9 +139,7 @@ def test_taking_away_any_one_fsync_of_a_save_is_found(ranks):
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("done", [False, True], ids=["not done", "done, but reported as failed"])
 def test_an_error_at_any_storage_call_of_an_overwrite_loses_nothing(ranks, done):
-    number = 0
-    while True:
-        number += 1 if IS_LONG else 2
+    for number in sampled_calls(4):
         storage = MemoryStorage({"/runs": None})
         save_on_threads(storage, [state(1, rank, ranks) for rank in range(ranks)], step=1)
         faulty = FaultyStorage(storage, fail_at_call=number, done=done)

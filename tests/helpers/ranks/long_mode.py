@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from datetime import date
+from itertools import count
 from typing import TypeVar
 
 import pytest
@@ -15,6 +17,9 @@ T = TypeVar("T")
 # Set by tests/conftest.py, and inherited by what tests start.
 VARIABLE = "TESTS_ARE_LONG"
 IS_LONG = bool(os.environ.get(VARIABLE))
+# The day, which says what a plain run samples: all has run after as many days as the largest step.
+DAY_VARIABLE = "TESTS_DAY"
+DAY = int(os.environ.get(DAY_VARIABLE) or date.today().toordinal())
 MANY_EXAMPLES = 10_000
 
 
@@ -24,16 +29,26 @@ def examples(most: int = 100) -> settings:
 
 
 def sample(values: Sequence[T], step: int) -> Sequence[T]:
-    """Return each `step`-th of the values, and all of them where it may be long."""
-    return values if IS_LONG else values[::step]
+    """Return each `step`-th of the values, other ones each day, and all where it may be long."""
+    return values if IS_LONG else values[first(values, step) :: step]
+
+
+def sampled_calls(step: int) -> Iterator[int]:
+    """Return numbers of calls, without an end: each `step`-th, or each where it may be long."""
+    return count(1) if IS_LONG else count(1 + DAY % step, step)
 
 
 def sampled_params(values: Sequence[object], step: int) -> list[ParameterSet]:
-    """Return parameters of a test: each `step`-th always runs, and the others are `long`."""
+    """Return parameters of a test: each `step`-th runs, other ones each day; the rest is `long`."""
     return [
         pytest.param(
             *(value if isinstance(value, tuple) else (value,)),
-            marks=pytest.mark.long if number % step else (),
+            marks=pytest.mark.long if (number - first(values, step)) % step else (),
         )
         for number, value in enumerate(values)
     ]
+
+
+def first(values: Sequence[object], step: int) -> int:
+    """Return the number of the first value that is sampled today."""
+    return DAY % min(step, len(values))
