@@ -328,7 +328,11 @@ def test_a_state_that_cannot_be_saved_is_refused_at_once_on_all_ranks(
     for odd, elsewhere, unequal in run_ranks(
         save_a_state_that_cannot_be_saved, str(tmp_path), job, world_size=2, environ=CALM
     ):
-        assert (odd[0], elsewhere[0], unequal[0]) == ("TypeError", "ValueError", "ValueError")
+        assert (odd[0], elsewhere[0], unequal[0]) == (
+            "TypeError",
+            "ValueError",
+            "UnequalReplicasError",
+        )
         assert "x" in odd[1]
         assert "different path" in elsewhere[1]
         assert "w[" in unequal[1]

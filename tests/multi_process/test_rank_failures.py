@@ -267,12 +267,12 @@ CASES = {
     ),
     "a replica that differs": Case(
         lambda good, path, **o: overwrite({**good, "replica": torch.full((100,), 5)}, path, **o),
-        "ValueError",
+        "UnequalReplicasError",
         "replica",
     ),
     "plain data that differs": Case(
         lambda good, path, **o: overwrite({**good, "plain": {"value": 5}}, path, **o),
-        "ValueError",
+        "UnequalReplicasError",
         "plain (ranks 0, 2 differs from rank 1)",
     ),
     "another shape": Case(

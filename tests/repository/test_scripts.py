@@ -63,7 +63,7 @@ def rivals() -> dict[int, tuple[str, str]]:
         (1, "loads [1, 1, 1, 1, 1, 1, 1, 1]"),
         (2, "CorruptError: w rows 0:1000: damaged"),
         (3, "save: StorageError: "),
-        (4, "save: ValueError: ranks hold different values"),
+        (4, "save: UnequalReplicasError: ranks hold different values"),
         (4, "with dc.PerRank: rank 0 gets rng of 0; rank 1 gets rng of 1"),
         (5, "IncompatibleError: "),
         (6, "{0: {'step': 5}} loads as {0: {'step': 5}}"),
