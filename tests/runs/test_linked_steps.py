@@ -19,7 +19,7 @@ from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.commit.removal import list_all_garbage, remove_all_garbage
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
-from dist_ckpt.errors import CheckpointError, ExistsError, NotFoundError
+from dist_ckpt.errors import CheckpointError, CorruptError, ExistsError
 from dist_ckpt.runs import prune
 from dist_ckpt.tools.report.write_report import report_facts
 from run_training import fresh, steps_in, train
@@ -177,7 +177,7 @@ def test_a_link_that_is_not_read_is_named_and_stays(
     code, out, _ = run("verify", root)
     assert code == 1
     assert _matches(problem, out)
-    with pytest.raises(NotFoundError, match="no checkpoint of step 30"):
+    with pytest.raises(CorruptError, match=f"{NEWEST} is damaged: .* is a link to"):
         dc.Run(root).pin(30)
     assert run("pin", root / NEWEST)[0] == 3
     (row,) = (row for row in report_facts(root)["checkpoints"] if row["name"] == NEWEST)
