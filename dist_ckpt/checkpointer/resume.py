@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import shlex
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -114,7 +115,7 @@ class Resume:
         finally:
             self._leases.close()
         if self._listing is not None:
-            _warn_of_newer(self._listing, -1 if restored is None else restored.step)
+            _report_newer(self._listing, -1 if restored is None else restored.step)
         if self.session.channel.rank == COORDINATOR:
             begin = "begins anew" if restored is None else f"resumes from step {restored.step}"
             _log.info("%s: incarnation %d %s: %s", self.root, number, begin, why)
@@ -344,23 +345,22 @@ class Resume:
         return record.number
 
 
-def _warn_of_newer(listing: Listing, step: int) -> None:
-    """Log which steps above the restore point the run passes over, or may not save again."""
+def _report_newer(listing: Listing, step: int) -> None:
+    """Name on stderr the steps above the restore point, and those that no save can replace."""
     newer = [
         info
         for info in listing.checkpoints
         if (_step_in_name(info.name) if info.step is None else info.step) > step
     ]
+    lines = [
+        f"{info.path} is a link to {info.link}. This run cannot save that step again, unless you "
+        f"remove the link: rm {shlex.quote(info.path)}"
+        for info in newer
+        if info.link is not None
+    ]
     if passed := [f"{info.name} ({describe_exclusion(info)})" for info in newer]:
-        begins = f"resumes from step {step}" if step >= 0 else "begins anew"
-        _log.warning("%s: the run %s and passes over %s", listing.root, begins, listed(passed))
-    for info in newer:
-        if info.link is not None:
-            _log.warning(
-                "%s is a link to %s. The run cannot save this step again, unless you remove the "
-                "link: rm %s",
-                *(info.path, info.link, shlex.quote(info.path)),
-            )
+        lines.insert(0, f"{listing.root} passes over newer steps: {listed(passed)}")
+    sys.stderr.writelines(f"dist_ckpt: {line}\n" for line in lines)
 
 
 def _step_in_name(name: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 from collections.abc import Callable
@@ -358,23 +357,29 @@ def moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("at", [None, "@30"])
-def test_a_run_resumes_from_a_linked_step(moved: Path, at: str | None) -> None:
+def test_a_run_resumes_from_a_linked_step(
+    moved: Path, at: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
     open_attempt((moved / NEWEST).resolve().parent / "x")
     late = next((moved.parent / "bulk" / "a" / "x").iterdir())
     late.rename((moved / NEWEST).resolve() / "a1999-0123456789abcdef")  # of the first incarnation
     before = tree(moved.parent / "bulk")
     assert trained(moved, 40, at=at) == [*range(31, 41)]
+    assert "passes over" not in capsys.readouterr().err
     assert [info.step for info in dc.checkpoints(moved)] == [10, 20, 30, 40]
     assert tree(moved.parent / "bulk") == before
 
 
 def test_a_rewind_warns_of_a_linked_step_and_a_save_of_it_is_refused(
-    moved: Path, caplog: pytest.LogCaptureFixture
+    moved: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = tree(moved.parent / "bulk")
     assert trained(moved, 31, at="@20") == [*range(21, 32)]
     assert f"step 30 is not saved: {moved / NEWEST} is a link to" in caplog.text
-    assert "The run cannot save this step again, unless you remove the link: rm" in caplog.text
+    remedy = (
+        f"This run cannot save that step again, unless you remove the link: rm {moved / NEWEST}"
+    )
+    assert remedy in capsys.readouterr().err
     assert tree(moved.parent / "bulk") == before
     (moved / NEWEST).unlink()
     assert trained(moved, 30, at="@20") == [*range(21, 31)]
@@ -384,7 +389,7 @@ def test_a_rewind_warns_of_a_linked_step_and_a_save_of_it_is_refused(
 
 @pytest.mark.parametrize("newer", ["dangling", "damaged", "open", "orphaned"])
 def test_a_resume_that_passes_over_anything_newer_says_so(
-    moved: Path, caplog: pytest.LogCaptureFixture, newer: str
+    moved: Path, capsys: pytest.CaptureFixture[str], newer: str
 ) -> None:
     if newer == "dangling":
         relink(moved, "../nowhere")
@@ -396,15 +401,11 @@ def test_a_resume_that_passes_over_anything_newer_says_so(
         open_attempt(moved / NEWEST)
     else:
         trained(moved, 20, at="@10")
-    caplog.clear()
+    capsys.readouterr()
     assert trained(moved, 20) == []
-    messages = [
-        record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING
-    ]
     state = "damaged" if newer == "dangling" else newer
-    assert any(
-        f"resumes from step 20 and passes over {NEWEST} ({state})" in text for text in messages
-    )
+    line = f"dist_ckpt: {moved} passes over newer steps: {NEWEST} ({state})"
+    assert line in capsys.readouterr().err.splitlines()
 
 
 def test_no_fresh_run_begins_where_the_only_step_is_away(moved: Path) -> None:
