@@ -151,7 +151,8 @@ class Checkpointer:
         Collective. Only damaged checkpoints are skipped; the log has the reason. Raises the errors
         of `dc.load`. Also raises NotFoundError if `must_exist` and the run has no checkpoint,
         IncompatibleError for a configuration that differs but must match, and CorruptError if all
-        checkpoints are damaged. After an error the state may be partly filled.
+        checkpoints are damaged. Raises TypeError or ValueError for the state of a fresh run if no
+        save can take it. After an error the state may be partly filled.
         """
         if (run := self._open_run()) is None:
             return None
@@ -296,6 +297,8 @@ class Checkpointer:
             boundary = run.rounds.arrive(label, step, is_due=is_due)
             if boundary is not None:
                 run.act(boundary, step, self._current_state)
+            if label == "step":
+                run.check_state(step, self._current_state)
 
     def _count(self, step: int, state: StateOrMaker | None) -> None:
         check_whole("step", step)

@@ -52,6 +52,7 @@ class RankRequests:
     maintenance: MaintenanceThread | None = None
     external: ExternalRequests | None = None
     saved_at: float = field(default_factory=time.monotonic)
+    refusal: BarrierProposal | None = None  # this rank's state cannot be saved
 
     def __call__(self) -> BarrierProposal | None:
         """Return the current proposal of this rank."""
@@ -59,6 +60,8 @@ class RankRequests:
             why = f"{self.signals.received} on rank {self.rank}"
             waited_s = time.monotonic() - self.signals.received_at
             return BarrierProposal(self.rank, why, stops=True, waited_s=waited_s)
+        if self.refusal is not None:
+            return self.refusal
         for source in (self.maintenance, self.external):
             if source is not None and (proposal := source.proposal()) is not None:
                 return proposal

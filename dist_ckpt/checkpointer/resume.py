@@ -15,7 +15,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -41,11 +41,13 @@ from dist_ckpt.core.format.index.model_description import find_differences
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.runtime.typed_msgpack import Message
+from dist_ckpt.core.state.binding.template import read_template
 from dist_ckpt.core.state.tree.containers import MutableState
+from dist_ckpt.core.state.tree.state_tree import without_frozen
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.local.direct_io import drop_cached
 from dist_ckpt.default_opener import OPENER
-from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError, listed
+from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, listed
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 from dist_ckpt.runs.selectors import describe_exclusion, select
 
@@ -111,7 +113,9 @@ class Resume:
                 restored, why = self._restore_from_storage(state, listing, at)
             if restored is None:
                 why = self._begin_fresh_run(state, listing)
-            number = 0 if self.options.read_only else self._record_incarnation(restored, why, at)
+            number = 0
+            if not self.options.read_only:
+                number = self._record_incarnation(state, restored, why, at)
         finally:
             self._leases.close()
         if self._listing is not None:
@@ -119,6 +123,8 @@ class Resume:
         if self.session.channel.rank == COORDINATOR:
             begin = "begins anew" if restored is None else f"resumes from step {restored.step}"
             _log.info("%s: incarnation %d %s: %s", self.root, number, begin, why)
+            if restored is not None:  # whatever the logging is set to
+                sys.stderr.write(f"dist_ckpt: {self.root} {begin}: {why}\n")
         if restored is None:
             return Resumed(None, number)
         is_durable = restored in listing.candidates
@@ -318,12 +324,32 @@ class Resume:
         paths = " and ".join(source.path for source in report.sources)
         return f"no checkpoint to resume from; it begins with {paths}"
 
-    def _record_incarnation(self, restored: _RestorePoint | None, why: str, at: str | None) -> int:
+    def _record_incarnation(
+        self, state: MutableState, restored: _RestorePoint | None, why: str, at: str | None
+    ) -> int:
         with self._exchange("incarnation") as recording:
+            if restored is None:  # otherwise the load has read the state
+                self._check_savable(state)
             recording.gather(None)
             if recording.is_coordinator:
                 recording.decide(self._write_incarnation(restored, why, at))
         return recording.result(int)
+
+    def _check_savable(self, state: MutableState) -> None:
+        """Raise TypeError or ValueError for a state that no save of this run can take.
+
+        Lazy modules, and objects that are not ready yet, are read after the first step.
+        """
+        channel, selection = self.session.channel, self.options.load_options().selection()
+        with suppress(CheckpointError, RuntimeError):
+            template = read_template(
+                state,
+                sharding=self.options.sharding,
+                rank=channel.rank,
+                world_size=channel.world_size,
+                group_ranks=self.session.group_ranks,
+            )
+            template.check_plain(without_frozen(selection, template.root))
 
     def _write_incarnation(self, restored: _RestorePoint | None, why: str, at: str | None) -> int:
         """Record the incarnation, and return its number. Rank 0 only."""

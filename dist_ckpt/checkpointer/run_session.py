@@ -8,7 +8,7 @@ import secrets
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
@@ -31,7 +31,7 @@ from dist_ckpt.checkpointer.resume import FOLDER, Resume, Resumed
 from dist_ckpt.checkpointer.save_policy import DEFAULT_SAVE
 from dist_ckpt.checkpointer.signals import Signals
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, check_equal_on_all_ranks
-from dist_ckpt.core.comm.messages import Failure, build_error
+from dist_ckpt.core.comm.messages import Failure, build_error, describe_error
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.incarnations import Incarnation
@@ -238,6 +238,7 @@ class RunSession:
     saves: RunSaves | None = None
     stopped: TrainingStopped | None = None
     pid: int = field(default_factory=os.getpid)
+    _is_state_checked: bool = False
 
     def resume(self, state: MutableState, at: str | None) -> Resumed:
         """Fill the state from the restore point, and begin to save. Collective."""
@@ -246,7 +247,7 @@ class RunSession:
         if (external := self.requests.external) is not None:
             external.close("the job has restored once more", ANSWERS_END_S)
         resumed = Resume(self.session, self.saver, self.root, self.options).restore(state, at)
-        self.stopped = None
+        self.stopped, self._is_state_checked = None, False
         if not self.options.read_only:
             self._begin_saves(resumed)
         self.requests.finish(None)
@@ -304,6 +305,31 @@ class RunSession:
         finally:
             self.requests.finish(proposal)
             self.rounds.leave()
+
+    def check_state(self, step: int, make_state: MakeState) -> None:
+        """Look once, after the first step, if a save can take the state. All ranks raise its error.
+
+        Only now the optimizers have state. A rank that cannot save proposes to raise.
+        """
+        if self.saves is None or self._is_state_checked:
+            return
+        self._is_state_checked = True
+        if self.saves.num_begun:
+            return
+        run = self.options
+        options = SaveOptions(
+            sharding=run.sharding,
+            include=run.include,
+            exclude=run.exclude,
+            include_frozen=run.include_frozen,
+        )
+        with suppress(CheckpointError, RuntimeError):  # of code that may be ready at the save
+            try:
+                options.local_state(self.session, make_state())
+            except (TypeError, ValueError) as error:
+                kind, rank = describe_error(error, "save").kind, self.session.channel.rank
+                text = f"rank {rank}: the state of step {step} cannot be saved: {error}"
+                self.requests.refusal = BarrierProposal(rank, text, raises=kind)
 
     def _save(self, boundary: Boundary, step: int, make_state: MakeState) -> None:
         assert self.saves is not None

@@ -305,7 +305,7 @@ def test_a_state_may_be_made_when_it_is_needed(tmp_path: Path) -> None:
     with checkpointer(tmp_path, dc.every(steps=2)) as ck:
         for step in ck.steps(make, until=5):
             train(state, step)
-    assert num_made == 3  # to restore, and for two saves
+    assert num_made == 4  # to restore, after the first step, and for two saves
     assert steps_at(tmp_path) == [2, 4]
     with checkpointer(tmp_path) as ck:
         assert ck.restore(make) == 4

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import re
 import shutil
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -69,6 +72,112 @@ def test_a_run_goes_on_from_the_newest_and_every_start_is_recorded(tmp_path: Pat
     assert history.incarnations[2].restored is not None
     assert history.incarnations[2].restored[0] == 3
     assert steps_at(tmp_path / "run") == [1, 2, 3, 4, 5]
+
+
+def test_a_resume_says_on_stderr_from_which_step_whatever_the_logging(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.CRITICAL, logger="dist_ckpt")
+    run(tmp_path, 3)
+    assert capsys.readouterr().err == ""
+    damage(tmp_path, 3)
+    restored(tmp_path)
+    begin = f"dist_ckpt: {tmp_path} resumes from step 2: the newest undamaged: step 3 is damaged: "
+    assert capsys.readouterr().err.startswith(begin)
+
+
+# --- a state that no save can take ---------------------------------------------------------------
+
+UNSAVABLE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "an optimizer without its module": (
+        lambda: {"optim": torch.optim.SGD(torch.nn.Linear(2, 2).parameters())},
+        "optim: parameter 0 of group 0, .* is in no module of the state",
+    ),
+    "an object": (lambda: {"extra": {"lock": threading.Lock()}}, r"extra\['lock'\]"),
+    "the state of an object": (lambda: {"loop": Loop({"best": object()})}, r"loop\['best'\]"),
+}
+
+
+class Loop:
+    """An object whose `state_dict` returns what it is given."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        if isinstance(self.state, Exception):
+            raise self.state
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+@pytest.mark.parametrize("name", UNSAVABLE)
+def test_what_no_save_can_take_is_an_error_when_a_fresh_run_begins(
+    name: str, tmp_path: Path
+) -> None:
+    make, text = UNSAVABLE[name]
+    with checkpointer(tmp_path) as ck, pytest.raises((TypeError, ValueError), match=text):
+        ck.restore({**fresh(), **make()})
+    assert not (tmp_path / ".incarnations").exists()
+
+
+def test_what_is_not_saved_or_may_be_ready_later_begins_a_run(tmp_path: Path) -> None:
+    lazy = torch.nn.LazyLinear(2)
+    state = {
+        **fresh(),
+        "model": lazy,
+        "optim": torch.optim.SGD(lazy.parameters()),
+        "extra": {"lock": threading.Lock()},
+        "loop": Loop(RuntimeError("no epoch has begun")),
+    }
+    with checkpointer(tmp_path / "a", exclude="extra*", save=dc.at(9)) as ck:
+        assert ck.restore(state) is None
+    with checkpointer(tmp_path / "b", read_only=True) as ck:
+        assert ck.restore({"lock": threading.Lock()}) is None
+
+
+def poll_for_ever(ck: dc.Checkpointer) -> None:
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        ck.poll()
+        time.sleep(0.01)
+
+
+def look_after_a_step(root: Path, state: dict[str, Any], spoil: Callable[[], object]) -> None:
+    with checkpointer(root, save=dc.at(1000)) as ck:
+        ck.restore(state)
+        spoil()
+        ck.step(1)
+        poll_for_ever(ck)
+
+
+def test_a_state_is_looked_at_after_the_first_step_and_not_only_by_its_first_save(
+    tmp_path: Path,
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    state = {"model": model, "optim": optimizer}
+
+    def spoil() -> None:
+        optimizer.state[model.weight]["hook"] = threading.Lock()
+
+    with pytest.raises(TypeError, match=r"rank 0: the state of step 1 cannot be saved: optim\."):
+        look_after_a_step(tmp_path, state, spoil)
+
+
+def test_a_state_is_looked_at_once_and_errors_of_its_objects_end_no_run(tmp_path: Path) -> None:
+    loop = Loop({"epoch": 0})
+    with checkpointer(tmp_path, save=dc.at(1000)) as ck:
+        ck.restore({**fresh(), "loop": loop})
+        loop.state = RuntimeError("the epoch has ended")
+        ck.step(1)
+        loop.state = {"epoch": object()}  # looked at by a save only
+        for step in range(2, 5):
+            ck.step(step)
+        assert ck._run is not None
+        assert ck._run.requests.refusal is None
 
 
 def test_the_step_that_is_asked_for_leaves_behind_what_is_above_and_a_replay_replaces_it(

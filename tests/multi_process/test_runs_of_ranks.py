@@ -697,6 +697,33 @@ def test_a_last_save_that_fails_is_an_error_on_all_ranks(root: Path) -> None:
     assert all("the last save, of step 2, has failed twice" in text for _, text in found), found
 
 
+def begin_with_a_bad_state(rank: int, root: str, when: str) -> tuple[str, str]:
+    state: dict[str, Any] = {**state_of_rank(), "extra": {}}
+    try:
+        with checkpointer(root, save=dc.at(1000)) as ck:
+            if rank == 1 and when == "start":
+                state["extra"]["lock"] = threading.Lock()
+            ck.restore(state)
+            if rank == 1:
+                state["extra"]["lock"] = threading.Lock()
+            ck.step(1)
+            poll_until_stopped(ck)
+    except Exception as error:  # noqa: BLE001 - what became of this rank
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("when", ["start", "first step"])
+def test_a_state_that_one_rank_cannot_save_is_an_error_on_all_before_a_save(
+    when: str, root: Path
+) -> None:
+    found = run_ranks(begin_with_a_bad_state, str(root), when, world_size=2, environ=CALM)
+    assert found[0] == found[1]
+    assert found[0][0] == "TypeError"
+    assert "rank 1" in found[0][1]
+    assert "extra['lock']" in found[0][1]
+
+
 def differ_at_step_2(rank: int, root: str, background: bool) -> list[str]:
     state: dict[str, Any] = {**state_of_rank(), "scale": torch.zeros(3)}
     failures: list[Exception] = []

@@ -6,7 +6,9 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt.core.format.index.index import Key
+from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.planning.plan import View
+from dist_ckpt.core.planning.selection import Selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.state.fsdp1.optimizers import with_original_params
 from dist_ckpt.core.state.named_optimizers import ParameterName, name_parameters, state_names
@@ -18,8 +20,10 @@ from dist_ckpt.core.state.tree.state_tree import (
     Branch,
     ObjectLeaf,
     OptimizerLeaf,
+    PlainLeaf,
     TensorLeaf,
     read_state,
+    select_leaves,
     selectable_names,
     walk,
 )
@@ -55,6 +59,13 @@ class Template:
             for key in group
         )
         return [*options, *state_names(leaf.state, self.parameters[fqn], fqn)]
+
+    def check_plain(self, selection: Selection) -> None:
+        """Raise TypeError for a selected value that a save refuses, as it is no plain data."""
+        chosen = select_leaves(self.root, "", selection, self._optimizer_names)
+        for fqn, leaf in walk(chosen) if chosen is not None else ():
+            if isinstance(leaf, PlainLeaf):
+                check_plain(leaf.value, fqn)
 
     def mesh(self) -> tuple[tuple[str, int], ...]:
         """Return the job's mesh, as far as the state shows it."""
