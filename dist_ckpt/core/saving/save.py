@@ -56,9 +56,8 @@ MAX_MIRRORED_CHARS = 1024
 class SaveOptions:
     """The options of `save`. Call `check` inside an exchange, so that all ranks raise its error.
 
-    Only a run sets the last four: its incarnation, the boundary, whether the save is urgent, and a
-    function that frees space for so many bytes. Rank 0 calls it. An urgent background save does not
-    wait for an earlier one.
+    Only a run sets the last four. An `is_urgent` background save does not wait for an earlier one.
+    Rank 0 calls `make_room` with the number of bytes, before the claim.
     """
 
     step: int | None = None

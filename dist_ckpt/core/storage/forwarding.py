@@ -109,7 +109,7 @@ class ForwardingStorage:
         self.make_call(f"sync {folder}", lambda: self.inner.sync(folder))
 
     def free_nbytes(self, path: str) -> int | None:
-        """Return what the function `free_nbytes` returns for `inner`."""
+        """Return the free bytes of `inner`: see the function `free_nbytes`."""
         return free_nbytes(self.inner, path)
 
 

@@ -61,7 +61,7 @@ class Template:
         return [*options, *state_names(leaf.state, self.parameters[fqn], fqn)]
 
     def check_plain(self, selection: Selection) -> None:
-        """Raise TypeError for a selected value that a save refuses, as it is no plain data."""
+        """Raise TypeError for a selected value that is not plain data: a save refuses it."""
         chosen = select_leaves(self.root, "", selection, self._optimizer_names)
         for fqn, leaf in walk(chosen) if chosen is not None else ():
             if isinstance(leaf, PlainLeaf):
