@@ -357,7 +357,8 @@ def prune(  # noqa: PLR0913 - the run, the policy, and limits
 def _sync_newest(storage: Storage, listing: Listing) -> None:
     """Sync the newest before an older one is removed: its saver may have died before the sync."""
     for newest in (listing.usable or listing.alive)[-1:]:
-        for folder in (f"{newest.path}/{newest.attempt}", newest.path, listing.root):
+        folders = (f"{newest.path}/{newest.attempt}", newest.path) if newest.link is None else ()
+        for folder in (*folders, listing.root):
             storage.sync(folder)
 
 

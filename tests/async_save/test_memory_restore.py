@@ -393,6 +393,15 @@ def test_a_save_is_not_restored_if_a_later_step_was_committed_since(
     assert told(caplog, "step 7", "ck-9 was committed since")
 
 
+@pytest.mark.parametrize("is_dangling", [False, True])
+def test_a_later_step_that_was_moved_counts_if_its_link_is_read(root, folder, caplog, is_dangling):
+    kept.keep(folder, kept.save(root / "ck-7", 2, 7))
+    kept.save(root.parent / "bulk", 2, 9)
+    (root / "step-9").symlink_to(root.parent / ("nowhere" if is_dangling else "bulk"))
+    assert (kept.restore(folder, 2)[0] is None) is not is_dangling
+    assert told(caplog, "step 7", "step-9 was committed since") is not is_dangling
+
+
 @pytest.mark.parametrize(("step", "began_at"), [(6, 0.0), (9, 1e12)])
 def test_a_save_is_restored_though_there_is_a_later_step_or_a_later_commit(
     root, folder, step, began_at

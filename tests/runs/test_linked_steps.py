@@ -15,7 +15,13 @@ import dist_ckpt as dc
 from commands import open_attempt, run
 from dist_ckpt.core.commit.records.incarnations import begin_incarnation
 from dist_ckpt.core.commit.records.record_store import read_annotations
-from dist_ckpt.core.commit.removal import list_all_garbage, remove_all_garbage
+from dist_ckpt.core.commit.removal import (
+    list_all_garbage,
+    remove,
+    remove_all_garbage,
+    remove_garbage,
+)
+from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CheckpointError, CorruptError, ExistsError
@@ -203,6 +209,8 @@ WRITES: dict[str, Callable[[Path], object]] = {
         path.parent.parent / "ck", path, world_size=1, overwrite=True
     ),
     "reshard it": lambda path: dc.reshard(path, path, world_size=1, overwrite=True),
+    "remove": lambda path: remove(LocalStorage(), str(path), Attempt(1, "0" * 16)),
+    "gc of one": lambda path: remove_garbage(LocalStorage(), str(path), grace_s=-1),
     "gc": lambda path: remove_all_garbage(LocalStorage(), str(path), grace_s=-1),
     "gc, dry": lambda path: list_all_garbage(LocalStorage(), str(path), grace_s=-1, now=9e9),
 }

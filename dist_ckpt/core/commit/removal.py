@@ -55,8 +55,9 @@ def remove(storage: Storage, path: str, attempt: Attempt) -> None:
     """Remove an attempt that is abandoned, superseded or deleted. Do nothing if it is gone.
 
     On return the removal is durable and the space is free. Files that dist_ckpt did not write stay;
-    their names are logged.
+    their names are logged. ExistsError for a linked step: the step may just have been moved.
     """
+    refuse_linked_step(path)
     trash = f"{path}/{trash_name(attempt)}"
     try:
         with suppress(FileNotFoundError):  # another process removes it too
@@ -164,7 +165,9 @@ def remove_garbage(storage: Storage, path: str, *, grace_s: float) -> tuple[str,
     These are trash, abandoned attempts, and attempts below a later committed one. Also, by the
     storage's clock: open attempts without a write for `grace_s`, and temporary files of a root's id
     that are older than that. If an attempt is damaged, it stays, and so do all older checkpoints.
+    ExistsError for a linked step.
     """
+    refuse_linked_step(path)
     names = _empty_all_trash(storage, path)
     attempts = list_statuses(storage, path)
     superseded = _find_superseded(storage, path, attempts, read_storage_clock)
