@@ -18,7 +18,7 @@ from dist_ckpt.core.comm.collectives.collective import (
 )
 from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
 from dist_ckpt.core.comm.key_value.client_thread import Store
-from dist_ckpt.core.comm.messages import SecondaryError
+from dist_ckpt.core.comm.messages import RankLocation, SecondaryError
 from dist_ckpt.errors import RankError
 from dist_ckpt.reports import IoCount
 
@@ -97,7 +97,8 @@ class ThreadChannel(StoreChannel):
         config: Config = TEST_CONFIG,
         host: str | None = None,
     ) -> None:
-        super().__init__(store, rank, world_size, host=host or f"thread-{rank}", config=config)
+        location = RankLocation(host or f"thread-{rank}")
+        super().__init__(store, rank, world_size, location=location, config=config)
 
 
 # The route of bytes: epoch, sender, receiver, tag.

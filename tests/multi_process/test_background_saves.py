@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import signal
 import threading
 import time
@@ -337,6 +338,61 @@ def test_a_state_that_cannot_be_saved_is_refused_at_once_on_all_ranks(
         assert "different path" in elsewhere[1]
         assert "w[" in unequal[1]
     assert os.listdir(tmp_path) == ["c"]
+
+
+# --- a job that is suspended ---------------------------------------------------------------------
+
+SUSPENDED_S = 4.0
+SUSPENDED = {**CALM, "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "2"}
+
+
+def save_until_resumed(rank: int, root: str, job: str, folder: str) -> tuple[int, int]:
+    """Save in the background, so slowly that it is suspended meanwhile, and in the foreground."""
+    state, resumed, num = state_of(rank, 2, 1, 1500), Path(folder, "resumed"), 0
+    with dc.AsyncSaver(job=job, max_bytes_per_s=16_384) as saver:
+        handle = saver.save(state, f"{root}/a", step=1)
+        for pid in (os.getpid(), writer_of(job, rank)):
+            Path(folder, f"{pid}.pid").touch()
+        is_resumed = False
+        while not is_resumed:
+            num += 1
+            dc.save(state, f"{root}/b", step=num, overwrite=True)
+            flag = torch.tensor(resumed.exists())
+            torch.distributed.broadcast(flag, 0)
+            is_resumed = bool(flag)
+        report = handle.result(RESULT_S)
+    assert report is not None
+    return report.step or 0, num
+
+
+def suspend_and_resume(folder: Path) -> None:
+    """Stop all ranks and writers for longer than a silence, and continue them in any order."""
+    until = time.monotonic() + RESULT_S
+    while len(pids := [int(file.stem) for file in folder.glob("*.pid")]) < 4:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(SUSPENDED_S)
+    random.shuffle(pids)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    (folder / "resumed").touch()
+
+
+@pytest.mark.waits
+def test_a_whole_job_that_is_suspended_and_resumed_goes_on(tmp_path: Path, job: str) -> None:
+    (tmp_path / "root").mkdir()
+    (tmp_path / "told").mkdir()
+    suspender = threading.Thread(target=suspend_and_resume, args=(tmp_path / "told",))
+    suspender.start()
+    args = (str(tmp_path / "root"), job, str(tmp_path / "told"))
+    found = run_ranks(save_until_resumed, *args, world_size=2, store="rank 0", environ=SUSPENDED)
+    suspender.join()
+    assert found[0] == found[1]
+    assert found[0][0] == 1
+    for name in "ab":
+        assert dc.verify(f"{tmp_path}/root/{name}", level="full").ok
 
 
 # --- busy --------------------------------------------------------------------------------------

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
+import logging
 import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec.structs import replace
 
 from dist_ckpt.core.comm import process_group
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
+from dist_ckpt.core.runtime.process import find_process
 from dist_ckpt.errors import RankError
 from exchanges import exchange
 from ranks import Options, Outcome, run_ranks, try_ranks
@@ -30,6 +36,8 @@ SILENCE_S = 6
 NOTICED_S = 50
 
 FRAIL = {"DIST_CKPT_HEARTBEAT_TIMEOUT_S": str(SILENCE_S), "DIST_CKPT_JOIN_TIMEOUT_S": "100"}
+# A rank that is stopped is late, up to this time.
+FROZEN = {**FRAIL, "DIST_CKPT_JOIN_TIMEOUT_S": "10"}
 HASTY = {
     "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "100",
     "DIST_CKPT_JOIN_TIMEOUT_S": "2",
@@ -319,24 +327,26 @@ def freeze_one(rank: int, victim: int) -> Any:
 
 
 def test_a_frozen_rank_is_named_and_gets_the_same_error_when_it_thaws():
-    for rank, (first, total) in enumerate(run_ranks(freeze_one, 1, world_size=3, environ=FRAIL)):
+    for rank, (first, total) in enumerate(run_ranks(freeze_one, 1, world_size=3, environ=FROZEN)):
         name, who, message, seconds = first
         assert (name, who) == ("RankError", 1)
         assert "rank 1 (host" in message
-        assert "is dead or frozen" in message
+        assert "is stopped, and has not run Python for " in message
         assert seconds < NOTICED_S, rank
         assert total == 3
 
 
 def test_a_frozen_coordinator_is_named_and_all_can_save_again_when_it_thaws():
-    values = run_ranks(freeze_one, 0, world_size=3, store="launcher", environ=FRAIL)
+    values = run_ranks(freeze_one, 0, world_size=3, store="launcher", environ=FROZEN)
     for first, total in values:
         assert total == 3
         assert first[3] < NOTICED_S
     for first, _ in values[1:]:
         assert first[:2] == ("NoAnswerError", 0)
-        assert "is dead or frozen" in first[2]
-    assert "is no longer taking part" in values[0][0][2]
+        assert "is stopped, and has not run Python for " in first[2]
+    # Whether the others have left, or have given up the call of a rank that never entered.
+    texts = ("is no longer taking part", "did not call save")
+    assert any(text in values[0][0][2] for text in texts)
 
 
 def test_a_frozen_coordinator_that_serves_the_store_does_not_hang_the_others():
@@ -347,6 +357,104 @@ def test_a_frozen_coordinator_that_serves_the_store_does_not_hang_the_others():
     for first, _ in values[1:]:
         assert first[0] == "NoAnswerError"
         assert "key-value store is gone or cut off (no answer for 6 s)" in first[2]
+
+
+# --- ranks that live and run no Python ---------------------------------------------------------
+
+# Whoever lives is late at most, so a busy machine does no harm.
+QUIET = {"DIST_CKPT_HEARTBEAT_TIMEOUT_S": "1", "DIST_CKPT_JOIN_TIMEOUT_S": "100"}
+
+
+class OnWarning(logging.Handler):
+    """Acts once, when a warning has a text."""
+
+    def __init__(self, text: str, act: Callable[[], object]) -> None:
+        super().__init__(logging.WARNING)
+        self.seen = ""
+        self._text, self._act = text, act
+        logging.getLogger("dist_ckpt").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self._text in record.getMessage() and not self.seen:
+            self.seen = record.getMessage()
+            self._act()
+
+
+def be_late(rank: int, fifo: str, how: str, machines: list[str]) -> tuple[str, int, int]:
+    """Rank 1 holds the interpreter's lock, or is stopped, until rank 0 has logged that."""
+    own = find_process(os.getpid())
+    assert own is not None
+    module: Any = process_group
+    module.find_process = lambda _: replace(own, machine=machines[rank])
+    pipe = os.open(fifo, os.O_RDWR)
+    session = session_of()
+    first = save(session, rank)
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(3)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+
+    def release() -> None:
+        if how == "stopped":
+            os.kill(int(pids[1].item()), signal.SIGCONT)
+        else:
+            os.write(pipe, b"x")
+
+    def work() -> int:
+        if rank == 1 and how == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif rank == 1:  # as a pickle, a compiler or `gc.collect` of a large heap
+            ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)
+        return rank
+
+    warned = OnWarning("has not run Python for ", release if rank == 0 else lambda: None)
+    with session.operation("save"):
+        exchange(session.channel, "agree", lambda: rank, sum)
+        second = int(exchange(session.channel, "write", work, sum))
+    return warned.seen, first, second
+
+
+@pytest.mark.parametrize(
+    ("how", "machines", "text"),
+    [
+        ("locked", ["a", "a", "a"], "is alive, but has not run Python for "),
+        ("locked", ["a", "b", "b"], "is alive, but has not run Python for "),
+        ("stopped", ["a", "b", "b"], "is stopped, and has not run Python for "),
+    ],
+)
+def test_a_rank_that_lives_and_runs_no_python_is_named_and_waited_for(
+    how: str, machines: list[str], text: str, tmp_path: Path
+) -> None:
+    """Of another machine, a rank that runs there tells it."""
+    fifo = str(tmp_path / "fifo")
+    os.mkfifo(fifo)
+    found = run_ranks(be_late, fifo, how, machines, world_size=3, environ=QUIET)
+    assert found[0][0].startswith("rank 1 (host ")
+    assert text in found[0][0]
+    assert [sums for _, *sums in found] == [[3, 3]] * 3
+
+
+def leave_a_worker(rank: int, fifo: str) -> tuple[str, int | None, str, float]:
+    """Rank 1 is killed, and a worker of its data loader lives on."""
+    session = session_of()
+    save(session, rank)
+    pipe = os.open(fifo, os.O_RDWR)
+    if rank == 1 and os.fork() == 0:
+        os.read(pipe, 1)
+        os._exit(0)
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    first = told(session, rank)
+    if rank == 0:
+        os.write(pipe, b"x")
+    return first
+
+
+def test_a_worker_that_outlives_its_rank_does_not_keep_it_alive(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    options = Options(environ={**FRAIL, "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "3"})
+    outcomes = try_ranks(leave_a_worker, str(tmp_path / "fifo"), world_size=3, options=options)
+    for rank in (0, 2):
+        assert_told(outcomes[rank], 1, "no heartbeat for 3 s (its process has ended)")
 
 
 def save_on_rank_0_only(rank: int) -> Any:

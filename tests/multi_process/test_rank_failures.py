@@ -41,6 +41,8 @@ CALM = {
     "DIST_CKPT_VISIBILITY_TIMEOUT_S": "0.3",
 }
 FRAIL = {"DIST_CKPT_HEARTBEAT_TIMEOUT_S": str(SILENCE_S), "DIST_CKPT_JOIN_TIMEOUT_S": "100"}
+# A rank that is stopped is late, up to this time.
+FROZEN = {**FRAIL, "DIST_CKPT_JOIN_TIMEOUT_S": "10"}
 HASTY = {
     "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "100",
     "DIST_CKPT_JOIN_TIMEOUT_S": "2",
@@ -565,13 +567,13 @@ def freeze_one(rank: int, victim: int, moment: str, path: str) -> Any:
 @pytest.mark.waits
 def test_a_rank_frozen_while_it_writes_is_told_the_same_when_it_thaws_and_all_go_on(tmp_path):
     path = str(tmp_path / "ck")
-    values = run_ranks(freeze_one, 1, "while it writes", path, world_size=3, environ=FRAIL)
+    values = run_ranks(freeze_one, 1, "while it writes", path, world_size=3, environ=FROZEN)
     for came_to, states, found in values:
         assert came_to == values[0][0]
         kind, who, message = came_to
         assert (kind, who) == ("RankError", 1)
         assert "rank 1 (host" in message
-        assert "dead or frozen" in message
+        assert "is stopped, and has not run Python for " in message
         assert states == ["committed"]
         assert found in (1, None)
     assert_stands(path, 3, rows=2)
@@ -580,13 +582,13 @@ def test_a_rank_frozen_while_it_writes_is_told_the_same_when_it_thaws_and_all_go
 @pytest.mark.waits
 def test_a_coordinator_frozen_before_the_commit_cannot_commit_when_it_thaws(tmp_path):
     path = str(tmp_path / "ck")
-    values = run_ranks(freeze_one, 0, "before the commit", path, world_size=3, environ=FRAIL)
+    values = run_ranks(freeze_one, 0, "before the commit", path, world_size=3, environ=FROZEN)
     for came_to, states, found in values:
         assert states == ["committed"]
         assert found in (1, None)
         if came_to != values[0][0]:
             assert came_to[:2] == ("NoAnswerError", 0)
-            assert "dead or frozen" in came_to[2]
+            assert "is stopped, and has not run Python for " in came_to[2]
     kind, _, message = values[0][0]
     assert kind == "ConflictError"
     assert "was abandoned by rank " in message
@@ -597,7 +599,7 @@ def test_a_coordinator_frozen_before_the_commit_cannot_commit_when_it_thaws(tmp_
 @pytest.mark.waits
 def test_a_coordinator_frozen_after_the_commit_does_not_keep_the_others_from_success(tmp_path):
     path = str(tmp_path / "ck")
-    values = run_ranks(freeze_one, 0, "after the commit", path, world_size=3, environ=FRAIL)
+    values = run_ranks(freeze_one, 0, "after the commit", path, world_size=3, environ=FROZEN)
     for came_to, states, found in values:
         assert came_to == values[0][0]
         assert came_to[0] == "saved"

@@ -211,7 +211,8 @@ def test_a_rank_that_dies_while_it_hands_on_is_named(path, mode, hosts):
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "hosts"), LOST)
 def test_a_rank_that_freezes_while_it_hands_on_is_named(path, mode, hosts):
-    options = Options(environ=FRAIL)
+    # A rank that is stopped is late, up to this time.
+    options = Options(environ={**FRAIL, "DIST_CKPT_JOIN_TIMEOUT_S": "10"})
     outcomes = try_ranks(
         lose_one, path, mode, hosts, int(signal.SIGSTOP), world_size=RANKS, options=options
     )

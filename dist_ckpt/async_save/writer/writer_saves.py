@@ -29,13 +29,14 @@ from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Channel, SinglePro
 from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
 from dist_ckpt.core.comm.key_value.client_thread import StoreErrorTexts
 from dist_ckpt.core.comm.key_value.key_client import KeyClient
-from dist_ckpt.core.comm.messages import NoAnswerError, describe_error
+from dist_ckpt.core.comm.messages import NoAnswerError, RankLocation, describe_error
 from dist_ckpt.core.commit.transaction import RankWriteResult, Transaction
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import SavePlan
 from dist_ckpt.core.planning.save.save_planner import nbytes_to_write
 from dist_ckpt.core.runtime.host_memory import BufferPool
+from dist_ckpt.core.runtime.process import find_process
 from dist_ckpt.core.saving.agreement import build_plan
 from dist_ckpt.core.shard_io.write.link_unchanged import LinkableSaves, SavedFiles, write_or_link
 from dist_ckpt.core.storage import open_storage
@@ -118,7 +119,7 @@ class WriterRendezvous:
                 self._client,
                 hello.rank,
                 hello.world_size,
-                host=host_of(config),
+                location=RankLocation(host_of(config), find_process(os.getpid())),
                 config=config,
                 texts=WRITER_STORE_TEXTS,
             )

@@ -19,6 +19,7 @@ from dist_ckpt import errors
 from dist_ckpt.core.format.objects.plain_types import cost_of
 from dist_ckpt.core.format.strict_json import max_memory, memory_problem
 from dist_ckpt.core.runtime import typed_msgpack
+from dist_ckpt.core.runtime.process import ProcessId, ProcessState
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.errors import CheckpointError, CorruptError, RankError, ranks_text
 
@@ -218,6 +219,7 @@ class Heartbeat(Message, frozen=True):
 
     `inside`: the rank is still in this operation. `failed_turn`: the last exchange in it, counted
     from 1, whose failure the rank has received, or 0. `gone`: the rank has closed its channel.
+    `process` is the process of the rank, None if it has no identity.
     """
 
     count: _Count
@@ -226,6 +228,36 @@ class Heartbeat(Message, frozen=True):
     failed_turn: _Count
     gone: bool
     host: str
+    process: ProcessId | None = None
+
+
+class Question(Message, frozen=True):
+    """The processes of a machine to look at, as pid and start time.
+
+    `count` grows as long as ranks of other machines ask.
+    """
+
+    count: _Count
+    processes: tuple[tuple[_Count, _Count], ...]
+
+
+class Sighting(Message, frozen=True):
+    """What a rank has seen of the processes of its machine: pid, start time and state.
+
+    `count` grows with each look of the rank, whose pid is `witness`.
+    """
+
+    witness: _Count
+    count: _Count
+    states: tuple[tuple[_Count, _Count, ProcessState], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankLocation:
+    """Where a rank runs: its host, and its process, None if it has no identity."""
+
+    host: str
+    process: ProcessId | None = None
 
 
 @dataclass(slots=True)
@@ -236,6 +268,7 @@ class HeartbeatSender:
     """
 
     host: str
+    process: ProcessId | None = None
     key: str = ""
     number: int = 0
     inside: bool = False
@@ -247,5 +280,7 @@ class HeartbeatSender:
         """Return the next heartbeat."""
         self._count += 1
         number, inside, failed_turn = self.number, self.inside, self.failed_turn
-        beat = Heartbeat(self._count, number, inside, failed_turn, self.gone, self.host)
+        beat = Heartbeat(
+            self._count, number, inside, failed_turn, self.gone, self.host, self.process
+        )
         return typed_msgpack.encode(beat)

@@ -19,9 +19,10 @@ from dist_ckpt.core.comm.collectives.gloo import GlooCollective
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
 from dist_ckpt.core.comm.key_value import client_thread
-from dist_ckpt.core.comm.messages import NoAnswerError
+from dist_ckpt.core.comm.messages import NoAnswerError, RankLocation
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.runtime import torch_private
+from dist_ckpt.core.runtime.process import find_process
 from dist_ckpt.core.runtime.threads import DaemonThreads
 
 # A bulk collective begins just after an exchange of all ranks: a rank that is missing after
@@ -99,7 +100,11 @@ def _create_session(group: ProcessGroup, config: Config) -> Session:
     # Torch's stores take bytes as values; its stubs leave them out.
     control = cast(client_thread.Store, open_store("control"))
     channel = StoreChannel(
-        control, rank, world_size, host=config.host or socket.gethostname(), config=config
+        control,
+        rank,
+        world_size,
+        location=RankLocation(config.host or socket.gethostname(), find_process(os.getpid())),
+        config=config,
     )
     collective = GlooCollective(
         lambda: open_store(f"gloo/{channel.token}"), rank, world_size, timeout_s=timeout_s

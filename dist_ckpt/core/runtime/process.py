@@ -13,9 +13,9 @@ from typing import Literal
 from dist_ckpt.core.runtime.typed_msgpack import Message
 
 # The most that the running clock counts between two calls. Every wait reads it more often.
-MAX_STEP_S = 2.0
+MAX_STEP_S = 0.5
 
-# Another process may look at this one: "blocked" is a call of the kernel that no signal ends.
+# "blocked": the process is in a call of the kernel that no signal ends.
 ProcessState = Literal["running", "stopped", "blocked", "ending", "ended", "unknown"]
 
 _STATES: dict[str, ProcessState] = {

@@ -6,10 +6,13 @@ import pytest
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange import failure_detector
-from dist_ckpt.core.comm.exchange.failure_detector import FailureDetector
+from dist_ckpt.core.comm.exchange.failure_detector import FailureDetector, ProcessWitness
+from dist_ckpt.core.comm.key_value import client_thread
 from dist_ckpt.core.comm.messages import HeartbeatSender
+from dist_ckpt.core.runtime.process import ProcessId
+from dist_ckpt.testing.thread_channel import ThreadStore
 
-SILENCE_S = 20
+SILENCE_S, LATE_S = 20, 300
 
 
 class Clock:
@@ -39,8 +42,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def watch_of(line: Any) -> FailureDetector:
-    return FailureDetector(line, str, Config(heartbeat_timeout_s=SILENCE_S))
+def watch_of(line: Any, witness: ProcessWitness | None = None) -> FailureDetector:
+    config = Config(heartbeat_timeout_s=SILENCE_S, join_timeout_s=LATE_S)
+    return FailureDetector(line, str, config, witness)
 
 
 def loss_of(watch: FailureDetector) -> str | None:
@@ -84,3 +88,137 @@ def test_a_message_that_is_not_a_heartbeat_is_refused(clock):
     assert loss_of(watch) is None
     assert watch.has_invalid_heartbeat(1)
     assert watch.last_heartbeat(1) is None
+
+
+# --- what is seen of the process ------------------------------------------------------------------
+
+
+class Line:
+    """A line to a store."""
+
+    def __init__(self) -> None:
+        self.store = ThreadStore()
+
+    def call(self, function: Any, *arguments: Any) -> Any:
+        return function(self.store, *arguments)
+
+    def send(self, heart: HeartbeatSender, rank: int = 1) -> None:
+        client_thread.put(self.store, str(rank), heart.encode_next())
+
+
+@pytest.fixture
+def states(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], str]:
+    """The states of processes, which tests set."""
+    states: dict[tuple[int, int], str] = {}
+    monkeypatch.setattr(failure_detector, "find_state", lambda *process: states[process])
+    return states
+
+
+HERE, THERE = ProcessId("here", 1, 10), ProcessId("there", 2, 20)
+
+
+def witness_at(process: ProcessId | None) -> ProcessWitness:
+    witness = ProcessWitness(process)
+    witness.prefix = "1"
+    return witness
+
+
+def pass_time(clock: Clock, watch: FailureDetector, line: Line, witness: ProcessWitness | None):
+    """Let four seconds pass: a look of each side."""
+    clock.now += 4
+    loss = loss_of(watch)
+    if witness is not None:
+        witness(line.store)
+    return loss
+
+
+@pytest.mark.parametrize("process", [HERE, THERE])
+def test_a_process_that_runs_no_python_is_late_up_to_a_limit(process, clock, states):
+    line, heart = Line(), HeartbeatSender("a", process, inside=True)
+    watch, other = watch_of(line, witness_at(HERE)), witness_at(process)
+    line.send(heart)
+    assert loss_of(watch) is None
+    states[process.pid, process.started] = "running"
+    for _ in range(4, LATE_S, 4):
+        assert pass_time(clock, watch, line, other) is None
+    assert watch.find_lateness(1) == "is alive, but has not run Python for 296 s"
+    assert watch.must_log(1)
+    assert not watch.must_log(1)
+    states[process.pid, process.started] = "stopped"
+    loss = pass_time(clock, watch, line, other) or pass_time(clock, watch, line, other)
+    assert "has not run Python for 30" in str(loss)
+    line.send(heart)  # it goes on
+    assert pass_time(clock, watch, line, other) is None
+    assert watch.find_lateness(1) == ""
+
+
+@pytest.mark.parametrize(
+    ("state", "fact"),
+    [
+        ("ended", " (its process has ended)"),
+        ("ending", " (its process ends: it was killed, or dumps core)"),
+        ("blocked", " (its process is in a call of the kernel that does not return)"),
+        ("unknown", ""),
+    ],
+)
+@pytest.mark.parametrize("process", [HERE, THERE])
+def test_a_process_that_ends_or_hangs_in_the_kernel_is_dead_after_the_silence(
+    process, state, fact, clock, states
+):
+    line, heart = Line(), HeartbeatSender("a", process, inside=True)
+    watch, other = watch_of(line, witness_at(HERE)), witness_at(process)
+    line.send(heart)
+    assert loss_of(watch) is None
+    states[process.pid, process.started] = state
+    losses = [pass_time(clock, watch, line, other) for _ in range(5)]
+    assert losses == [None] * 4 + [f"is dead or frozen: no heartbeat for 20 s{fact}"]
+
+
+def test_a_process_that_dies_late_is_dead_at_once(clock, states):
+    line, heart = Line(), HeartbeatSender("a", HERE, inside=True)
+    watch = watch_of(line, witness_at(HERE))
+    line.send(heart)
+    assert loss_of(watch) is None
+    states[1, 10] = "running"
+    assert [pass_time(clock, watch, line, None) for _ in range(10)] == [None] * 10
+    states[1, 10] = "ended"
+    assert "(its process has ended)" in str(pass_time(clock, watch, line, None))
+
+
+def test_without_a_witness_silence_is_death(clock, states):
+    """A host with one rank, or a host that is gone: an old answer is no sign of life."""
+    line, heart = Line(), HeartbeatSender("a", THERE, inside=True)
+    old = witness_at(THERE)
+    states[2, 20] = "running"
+    other = watch_of(line, witness_at(HERE))
+    line.send(heart)
+    loss_of(other)
+    for _ in range(6):
+        assert pass_time(clock, other, line, old) is None
+    watch = watch_of(line, witness_at(HERE))
+    assert loss_of(watch) is None
+    assert [pass_time(clock, watch, line, None) for _ in range(4)] == [None] * 4
+    assert pass_time(clock, watch, line, None) == "is dead or frozen: no heartbeat for 20 s"
+
+
+def test_a_witness_ignores_what_is_no_question(states):
+    line, witness = Line(), witness_at(THERE)
+    witness(line.store)
+    client_thread.put(line.store, "1/ask/there", b"nonsense")
+    witness(line.store)
+    assert line.store.keys() == ("1/ask/there",)
+
+
+def test_ranks_that_ask_for_several_processes_of_a_machine_all_get_an_answer(clock, states):
+    line, other = Line(), witness_at(THERE)
+    watches = [watch_of(line, witness_at(HERE)) for _ in range(2)]
+    for rank in (1, 2):
+        states[rank, 20] = "running"
+        line.send(HeartbeatSender("a", ProcessId("there", rank, 20), inside=True), rank)
+    for _ in range(12):
+        for watch, rank in zip(watches, (1, 2), strict=True):
+            watch.read_heartbeats([rank])
+            assert watch.find_loss(rank, 0, was_in=False) is None
+        other(line.store)
+        clock.now += 4
+    assert all(watch.find_lateness(rank) for watch, rank in zip(watches, (1, 2), strict=True))

@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +25,7 @@ from dist_ckpt.core.runtime.process import (
     paused_collector,
     running_time,
 )
+from dist_ckpt.core.runtime.threads import has_outcome
 
 HANG_S = 60
 
@@ -41,12 +44,12 @@ def test_the_collector_is_paused_and_then_as_it_was(on: bool) -> None:
 def test_the_running_clock_counts_steps_and_no_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = process._RunningClock()
     now = time.monotonic()
-    steps = [0.5, 1.0, 3600.0, 0.25]
+    steps = [0.25, 0.125, 3600.0, 0.25]
     for step in steps:
         now += step
         monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda now=now: now))
         total = clock.read()
-    assert total == pytest.approx(1.75 + MAX_STEP_S, abs=0.5)
+    assert total == pytest.approx(0.625 + MAX_STEP_S, abs=0.25)
 
 
 def test_the_running_clock_goes_on_in_a_forked_child() -> None:
@@ -123,3 +126,20 @@ def test_a_process_that_ends_or_dumps_core_is_ending(
         raising=False,
     )
     assert find_state(5, 77) == expected
+
+
+def test_a_wait_does_not_count_a_stop_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after `scontrol suspend` for an hour: the outcome comes a moment after the job goes on."""
+    real, stopped_s = time.monotonic, [0.0]
+    clock = SimpleNamespace(monotonic=lambda: real() + stopped_s[0])
+    monkeypatch.setattr(process, "time", clock)
+    future = Future[int]()
+
+    def stop() -> None:
+        stopped_s[0] = 3600.0
+        running_time()  # another thread of the process goes on first
+        threading.Timer(0.3, future.set_result, (7,)).start()
+
+    threading.Timer(0.3, stop).start()
+    assert has_outcome(future, HANG_S)
+    assert not has_outcome(Future[int](), 0.01)

@@ -19,10 +19,20 @@ from typing import TypeVar
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
-from dist_ckpt.core.comm.exchange.failure_detector import FailureDetector, PollInterval
+from dist_ckpt.core.comm.exchange.failure_detector import (
+    FailureDetector,
+    PollInterval,
+    ProcessWitness,
+)
 from dist_ckpt.core.comm.key_value import client_thread
 from dist_ckpt.core.comm.key_value.client_thread import Store, StoreClientThread, StoreErrorTexts
-from dist_ckpt.core.comm.messages import Failure, HeartbeatSender, NoAnswerError, unpack
+from dist_ckpt.core.comm.messages import (
+    Failure,
+    HeartbeatSender,
+    NoAnswerError,
+    RankLocation,
+    unpack,
+)
 from dist_ckpt.core.runtime.process import running_time
 from dist_ckpt.errors import RankError, listed, ranks_text
 
@@ -48,28 +58,30 @@ class ExchangeState:
         store: Store,
         rank: int,
         world_size: int,
-        host: str,
+        location: RankLocation,
         config: Config,
         texts: StoreErrorTexts,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.host = host
+        self.host = location.host
         self.config = config
         self.call = ""
         self.token = ""
         self.phase = ""
         self.turn = 0
-        self.heartbeat = HeartbeatSender(host)
+        self.heartbeat = HeartbeatSender(location.host, location.process)
+        self._witness = ProcessWitness(location.process)
         self.client = StoreClientThread(
             store,
             self.heartbeat,
             period_s=config.heartbeat_timeout_s / 5,
             stall_timeout_s=config.heartbeat_timeout_s,
             texts=texts,
+            after_beat=self._witness,
         )
         self._texts = texts
-        self.detector = FailureDetector(self.client, self._beat_key, config)
+        self.detector = FailureDetector(self.client, self._beat_key, config, self._witness)
         self.nbytes_put = 0
         # How long to wait for a rank that was never seen.
         self.unseen_timeout_s = config.join_timeout_s
@@ -94,6 +106,7 @@ class ExchangeState:
                     f"{self._texts.strange}",
                     rank=self.rank,
                 ) from error
+            self._witness.prefix = str(self._start)
             self.heartbeat.key = self._beat_key(self.rank)
         # Set the number last: a heartbeat in between must not show that the operation was left.
         self.heartbeat.inside, self.heartbeat.failed_turn = True, 0
@@ -157,6 +170,10 @@ class ExchangeState:
                 name = self.detector.describe_ranks([rank])
                 message = f"{name} {loss} ({self._location_text()}). {remedy}"
                 failures[rank] = Failure("RankError", message, rank, self.phase)
+            elif (lateness := self.detector.find_lateness(rank)) and self.detector.must_log(rank):
+                name = self.detector.describe_ranks([rank])
+                where, limit_s = self._location_text(), self.config.late_timeout_s
+                _log.warning("%s %s (%s); the limit is %g s", name, lateness, where, limit_s)
         return failures
 
     def _location_text(self) -> str:
@@ -206,6 +223,8 @@ class ExchangeState:
             f"rank {self.rank} (host {self.host}) has waited for {poll.waited_s:.3g} s. "
             f"{self._texts.absent}"
         )
+        if lateness := next(filter(None, map(self.detector.find_lateness, absent)), ""):
+            message += f" It {lateness}."
         is_late = poll.waited_s >= self.config.late_timeout_s
         overdue = absent if is_late else [rank for rank in absent if beats[rank] is None]
         if overdue and poll.waited_s >= self.unseen_timeout_s:

@@ -1,17 +1,25 @@
-"""Detect dead and silent ranks by their heartbeats, and pace the polls of a wait."""
+"""Detect dead and late ranks by their heartbeats and processes, and pace the polls of a wait.
+
+A thread of Python sends the heartbeats. It does not run while other code has the interpreter's
+lock, or while the process is stopped. So silence alone does not mean death: then this module looks
+at the process. A rank of the same machine reads `/proc`. For another machine, a rank that runs
+there reads it when it is asked, and answers through the store.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.key_value import client_thread
-from dist_ckpt.core.comm.key_value.client_thread import StoreClientThread
-from dist_ckpt.core.comm.messages import Heartbeat, unpack
-from dist_ckpt.core.runtime.process import running_time
+from dist_ckpt.core.comm.key_value.client_thread import Store, StoreClientThread
+from dist_ckpt.core.comm.messages import Heartbeat, Question, Sighting, unpack
+from dist_ckpt.core.runtime.process import ProcessId, ProcessState, find_state, running_time
+from dist_ckpt.core.runtime.typed_msgpack import encode
 from dist_ckpt.errors import ranks_text
 
 # With more ranks, each rank polls less often, since all of them use one store.
@@ -66,27 +74,89 @@ GRACE_S = 1.0
 
 @dataclass(slots=True)
 class _LastSeen:
-    """A rank's last heartbeat, None if it is not valid, and for how long it has not changed."""
+    """A rank's last heartbeat, None if it is not valid, and for how long it has not changed.
+
+    `state` is the last known state of its process. `alive_s` is the silence at the last look that
+    has seen the process alive, 0 without one.
+    """
 
     data: bytes
     beat: Heartbeat | None
     seen_at: float
     silent_s: float = 0.0
+    state: ProcessState = "unknown"
+    alive_s: float = 0.0
+    is_logged: bool = False
+
+
+_FACTS: Mapping[ProcessState, str] = {
+    "ended": " (its process has ended)",
+    "ending": " (its process ends: it was killed, or dumps core)",
+    "blocked": " (its process is in a call of the kernel that does not return)",
+}
+
+
+class ProcessWitness:
+    """Looks at processes of this machine when ranks of other machines ask for them.
+
+    The thread of the heartbeats calls it. `prefix` begins the keys, and is "" before the first
+    operation.
+    """
+
+    def __init__(self, process: ProcessId | None) -> None:
+        self._process = process
+        self.machine = "" if process is None else process.machine
+        self.prefix = ""
+        self._asked = b""
+        self._count = 0
+
+    def __call__(self, store: Store) -> None:
+        """Answer a new question. Data that is not a question is ignored."""
+        if self._process is None or not self.prefix:
+            return
+        ask_key, answer_key = _witness_keys(self.prefix, self._process.machine)
+        (data,) = client_thread.get_each(store, [ask_key])
+        if data is None or data == self._asked:
+            return
+        self._asked = data
+        self._count += 1
+        with suppress(ValueError):
+            asked = unpack(data, Question).processes[:MAX_ASKED]
+            states = tuple((pid, started, find_state(pid, started)) for pid, started in asked)
+            sighting = Sighting(self._process.pid, self._count, states)
+            client_thread.put(store, answer_key, encode(sighting))
+
+
+# More than the ranks of a host.
+MAX_ASKED = 256
+
+
+def _witness_keys(prefix: str, machine: str) -> tuple[str, str]:
+    return f"{prefix}/ask/{machine}", f"{prefix}/sighting/{machine}"
 
 
 class FailureDetector:
     """Detects lost ranks by their heartbeats; `beat_key` returns the key of a rank's heartbeat.
 
     Silence counts only while this rank watches, and each read adds a limited time. So a pause of
-    this process, or of the whole machine, does not make other ranks look dead.
+    this process, or of the whole machine, does not make other ranks look dead. `witness` is the one
+    of this rank.
     """
 
     def __init__(
-        self, client: StoreClientThread, beat_key: Callable[[int], str], config: Config
+        self,
+        client: StoreClientThread,
+        beat_key: Callable[[int], str],
+        config: Config,
+        witness: ProcessWitness | None = None,
     ) -> None:
         self._client = client
         self._beat_key = beat_key
+        self._witness = witness or ProcessWitness(None)
+        # The last question and answer about each other machine.
+        self._seen_notes: dict[str, tuple[bytes | None, bytes | None]] = {}
         self._heartbeat_timeout_s = config.heartbeat_timeout_s
+        self._late_timeout_s = config.late_timeout_s
         self._grace_s = min(GRACE_S, config.heartbeat_timeout_s / 4)
         self._max_counted_s = config.heartbeat_timeout_s / 4  # of silence that one look may count
         self._last_seen: dict[int, _LastSeen] = {}
@@ -104,6 +174,49 @@ class FailureDetector:
             elif data is not None and last is not None:
                 last.silent_s += min(now - last.seen_at, self._max_counted_s)
                 last.seen_at = now
+        self._look_at_processes(ranks)
+
+    def _look_at_processes(self, ranks: Sequence[int]) -> None:
+        """Look at the processes of ranks that have been silent for half of the timeout."""
+        by_machine: defaultdict[str, dict[tuple[int, int], _LastSeen]] = defaultdict(dict)
+        for rank in ranks:
+            last = self._last_seen.get(rank)
+            if last is None or last.beat is None or last.silent_s < self._heartbeat_timeout_s / 2:
+                continue
+            if (process := last.beat.process) is not None:
+                by_machine[process.machine][process.pid, process.started] = last
+        for machine, silent in by_machine.items():
+            if machine == self._witness.machine:
+                states = tuple((*process, find_state(*process)) for process in silent)
+            else:
+                states = self._ask_witness(machine, silent)
+            for pid, started, state in states:
+                if (last := silent.get((pid, started))) is not None and state != "unknown":
+                    last.state = state
+                    if state in ("running", "stopped"):
+                        last.alive_s = last.silent_s
+
+    def _ask_witness(
+        self, machine: str, processes: Collection[tuple[int, int]]
+    ) -> tuple[tuple[int, int, ProcessState], ...]:
+        """Ask the ranks of another machine. Return a new sighting, () if none has come yet."""
+        ask_key, answer_key = _witness_keys(self._witness.prefix, machine)
+        asked, answer = self._client.call(client_thread.get_each, [ask_key, answer_key])
+        earlier = self._seen_notes.get(machine)
+        self._seen_notes[machine] = asked, answer
+        question = Question(0, ())
+        with suppress(ValueError):
+            question = unpack(asked or b"", Question)
+        # Others may ask too. One new question for each answer is enough.
+        if earlier is None or asked == earlier[0] or not set(processes) <= set(question.processes):
+            union = dict.fromkeys((*question.processes, *processes))
+            question = Question(question.count + 1, tuple(union)[-MAX_ASKED:])
+            self._client.call(client_thread.put, ask_key, encode(question))
+        # Before the first look an answer may be old.
+        if earlier is not None and answer is not None and answer != earlier[1]:
+            with suppress(ValueError):
+                return unpack(answer, Sighting).states
+        return ()
 
     def last_heartbeat(self, rank: int) -> Heartbeat | None:
         """Return the last heartbeat of a rank; None if it was never seen, or is not valid."""
@@ -134,13 +247,40 @@ class FailureDetector:
             return None
         if beat.gone:
             return "has ended"
-        if self._last_seen[rank].silent_s >= self._heartbeat_timeout_s:
-            return f"is dead or frozen: no heartbeat for {self._heartbeat_timeout_s:g} s"
+        if loss := self._find_silent_loss(rank):
+            return loss
         if beat.number > number or (beat.number == number and not beat.inside):
             return "is no longer taking part: it raised an error or was interrupted"
         if was_in and beat.number < number:
             return "has restarted"
         return None
+
+    def _find_silent_loss(self, rank: int) -> str:
+        """Return why a silent rank is lost; "" if it is only late, or not silent."""
+        last, lateness = self._last_seen[rank], self.find_lateness(rank)
+        if last.silent_s < (self._late_timeout_s if lateness else self._heartbeat_timeout_s):
+            return ""
+        if lateness:
+            return lateness
+        fact = f"is dead or frozen: no heartbeat for {self._heartbeat_timeout_s:g} s"
+        return fact + _FACTS.get(last.state, "")
+
+    def find_lateness(self, rank: int) -> str:
+        """Return what a silent rank does, if its process was seen alive since; else ""."""
+        last = self._last_seen.get(rank)
+        if last is None or last.silent_s < self._heartbeat_timeout_s or not last.alive_s:
+            return ""
+        is_old = last.silent_s - last.alive_s >= self._heartbeat_timeout_s
+        if is_old or last.state in ("ended", "ending"):
+            return ""
+        state = "is stopped, and" if last.state == "stopped" else "is alive, but"
+        return f"{state} has not run Python for {last.silent_s:.0f} s"
+
+    def must_log(self, rank: int) -> bool:
+        """Return True once for each time that a rank is late."""
+        last = self._last_seen[rank]
+        is_new, last.is_logged = not last.is_logged, True
+        return is_new
 
     def find_newer_operation(self, ranks: Sequence[int], number: int) -> int | None:
         """Return a later operation that one of these ranks is in or soon enters; None if none."""

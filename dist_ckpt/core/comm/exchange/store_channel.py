@@ -21,6 +21,7 @@ from dist_ckpt.core.comm.messages import (
     Envelope,
     Failure,
     NoAnswerError,
+    RankLocation,
     SecondaryError,
     add_touched,
     build_error,
@@ -350,15 +351,15 @@ class StoreChannel:
         rank: int,
         world_size: int,
         *,
-        host: str,
+        location: RankLocation,
         config: Config,
         texts: client_thread.StoreErrorTexts = client_thread.JOB_STORE_TEXTS,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.host = host
+        self.host = location.host
         self._num_exchanges = 0
-        self._state = state = ExchangeState(store, rank, world_size, host, config, texts)
+        self._state = state = ExchangeState(store, rank, world_size, location, config, texts)
         self.notes: SharedNotes = StoreNotes(state.client)
         self._role = Coordinator(state) if rank == COORDINATOR else Participant(state)
         # Also at the end of the process: ranks that wait for this one are notified at once.

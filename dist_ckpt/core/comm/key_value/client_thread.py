@@ -59,8 +59,8 @@ JOB_STORE_TEXTS = StoreErrorTexts(
 class StoreClientThread:
     """A thread that owns a store's connection; it starts with the first call.
 
-    It sends a heartbeat every `period_s`. A call that takes longer than `stall_timeout_s`, or that
-    the store refuses, raises NoAnswerError.
+    It sends a heartbeat every `period_s`, and then calls `after_beat`. A call that takes longer
+    than `stall_timeout_s`, or that the store refuses, raises NoAnswerError.
     """
 
     def __init__(
@@ -71,8 +71,10 @@ class StoreClientThread:
         period_s: float,
         stall_timeout_s: float,
         texts: StoreErrorTexts = JOB_STORE_TEXTS,
+        after_beat: Callable[[Store], None] = lambda _: None,
     ) -> None:
         self._store = store
+        self._after_beat = after_beat
         self._gone = texts.gone
         self._heartbeat = heartbeat
         self._period_s = period_s
@@ -128,7 +130,7 @@ class StoreClientThread:
             self._thread = threading.Thread(
                 # Without `self`: the thread must not keep it, nor its channel, alive.
                 target=_serve,
-                args=(self._calls, self._store, self._heartbeat, self._period_s),
+                args=(self._calls, self._store, self._heartbeat, self._period_s, self._after_beat),
                 name="dist_ckpt heartbeat",
                 daemon=True,
             )
@@ -156,6 +158,7 @@ def _serve(
     store: Store,
     heartbeat: HeartbeatSender,
     period_s: float,
+    after_beat: Callable[[Store], None],
 ) -> None:
     # A busy thread must also send heartbeats, so calls do not move the time of the next one.
     due = 0.0
@@ -165,6 +168,7 @@ def _serve(
             due = now + period_s
             try:
                 _beat(store, heartbeat)
+                after_beat(store)
             except (RuntimeError, OSError):
                 # A lost store stays lost, and torch prints a page about each attempt.
                 due = float("inf")
