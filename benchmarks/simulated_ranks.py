@@ -339,7 +339,7 @@ ARGUMENTS = SaveArguments(
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Preparation:
     """What the coordinator has ready."""
 

@@ -279,27 +279,19 @@ class _BackgroundPreparation:
     id yet, and an arena for it.
     """
 
+    arguments: SaveArguments
+    inventory: Inventory
+    unmatched: tuple[str, ...]
     session: Session
     job: Job
     start: StartDecision
     options: SaveOptions
-    arguments: SaveArguments
     local_state: LocalSaveState
     attached: Mapping[str, bytes]
     files: RankFiles = field(init=False)
     snapshot: layout.Snapshot = field(init=False)
     arena: Arena = field(init=False)
     arena_number: int = field(init=False)
-
-    @property
-    def inventory(self) -> Inventory:
-        """See `Preparation.inventory`."""
-        return self.local_state.inventory
-
-    @property
-    def unmatched(self) -> tuple[str, ...]:
-        """See `Preparation.unmatched`."""
-        return self.local_state.unmatched
 
     def accept_plan(self, plan: AgreedPlan) -> None:
         """Wait for an arena that is not busy, and make it large enough for the files of a plan."""
@@ -350,8 +342,9 @@ def _prepare_save(
     check_no_capture()
     attached = read_attached(options.attach)
     arguments = options.arguments(open_storage(path)[1], attached)
-    local_state = options.local_state(session, state)
-    return _BackgroundPreparation(session, job, start, options, arguments, local_state, attached)
+    local = options.local_state(session, state)
+    checked = arguments, local.inventory, local.unmatched
+    return _BackgroundPreparation(*checked, session, job, start, options, local, attached)
 
 
 def _stage(prepared: _BackgroundPreparation, save_id: str) -> BackgroundSave:

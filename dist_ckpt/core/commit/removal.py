@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import PurePosixPath
 
 from dist_ckpt.core.commit.attempts import (
+    AttemptState,
     Status,
     is_decided,
     list_attempts,
@@ -40,7 +41,7 @@ from dist_ckpt.core.format.filenames import (
     is_temporary_root_id,
     trash_name,
 )
-from dist_ckpt.core.storage import Entry, Storage, refuse_linked_step
+from dist_ckpt.core.storage import Storage, refuse_linked_step
 from dist_ckpt.core.storage.forwarding import free_nbytes
 from dist_ckpt.errors import CheckpointError, StorageError
 from dist_ckpt.reports import format_count, format_size
@@ -169,25 +170,14 @@ def remove_garbage(storage: Storage, path: str, *, grace_s: float) -> tuple[str,
     """
     refuse_linked_step(path)
     names = _empty_all_trash(storage, path)
-    attempts = list_statuses(storage, path)
-    superseded = _find_superseded(storage, path, attempts, read_storage_clock)
-    ids = _temporary_ids(storage, path)
-    has_open = any(status.state == "open" for status in attempts)
-    now = read_storage_clock(storage, path) if has_open or ids else 0.0
-    for entry in ids:
-        if now - entry.modified_at > grace_s:
-            with suppress(FileNotFoundError):  # its writer has renamed it now
-                storage.remove(f"{path}/{entry.name}")
-                names.append(entry.name)
+    ids, attempts = _find_garbage(storage, path, grace_s, read_storage_clock)
+    for name in ids:
+        with suppress(FileNotFoundError):  # its writer has renamed it now
+            storage.remove(f"{path}/{name}")
+            names.append(name)
     reason = f"nothing was written in it for more than {grace_s:g} seconds"
-    for status in attempts:
-        attempt = status.attempt
-        is_dead = status.state == "open" and now - status.modified_at > grace_s
-        if (
-            status.state == "abandoned"
-            or attempt in superseded
-            or (is_dead and try_abandon(storage, path, attempt, by="a collector", reason=reason))
-        ):
+    for attempt, state in attempts:
+        if state != "open" or try_abandon(storage, path, attempt, by="a collector", reason=reason):
             remove(storage, path, attempt)
             names.append(attempt.name)
     return tuple(names)
@@ -195,19 +185,28 @@ def remove_garbage(storage: Storage, path: str, *, grace_s: float) -> tuple[str,
 
 def list_garbage(storage: Storage, path: str, *, grace_s: float, now: float) -> tuple[str, ...]:
     """Return the names that `remove_garbage` would remove now, by the storage's clock `now`."""
-    names = [entry.name for entry in list_trash(storage, path) if entry.kind == "folder"]
-    ids = _temporary_ids(storage, path)
-    names += [entry.name for entry in ids if now - entry.modified_at > grace_s]
+    trash = (entry.name for entry in list_trash(storage, path) if entry.kind == "folder")
+    ids, attempts = _find_garbage(storage, path, grace_s, lambda *_: now)
+    return (*trash, *ids, *(attempt.name for attempt, _ in attempts))
+
+
+def _find_garbage(
+    storage: Storage, path: str, grace_s: float, clock: Callable[[Storage, str], float]
+) -> tuple[list[str], list[tuple[Attempt, AttemptState]]]:
+    """Return the temporary files of a root's id, and the attempts, that nobody needs any more."""
     attempts = list_statuses(storage, path)
-    superseded = _find_superseded(storage, path, attempts, lambda *_: now)
-    names += [
-        status.attempt.name
+    superseded = _find_superseded(storage, path, attempts, clock)
+    entries = list_entries(storage, path)
+    ids = [entry for entry in entries if entry.kind == "file" and is_temporary_root_id(entry.name)]
+    has_open = any(status.state == "open" for status in attempts)
+    oldest = clock(storage, path) - grace_s if has_open or ids else 0.0
+    return [entry.name for entry in ids if entry.modified_at < oldest], [
+        (status.attempt, status.state)
         for status in attempts
         if status.state == "abandoned"
         or status.attempt in superseded
-        or (status.state == "open" and now - status.modified_at > grace_s)
+        or (status.state == "open" and status.modified_at < oldest)
     ]
-    return tuple(names)
 
 
 def check_room(storage: Storage, path: str, nbytes: int) -> None:
@@ -240,11 +239,6 @@ def _describe_neighbours(storage: Storage, path: str) -> str:
         f"{format_size(sum(committed))} (`dist-ckpt prune` removes some), and "
         f"{format_count(num_dead, 'unfinished save')} (`dist-ckpt gc` removes dead ones)"
     )
-
-
-def _temporary_ids(storage: Storage, path: str) -> list[Entry]:
-    files = (entry for entry in list_entries(storage, path) if entry.kind == "file")
-    return [entry for entry in files if is_temporary_root_id(entry.name)]
 
 
 def list_all_garbage(storage: Storage, root: str, *, grace_s: float, now: float) -> tuple[str, ...]:

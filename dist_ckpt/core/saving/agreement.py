@@ -105,19 +105,14 @@ class SaveAgreement(Message, Generic[NameT], frozen=True):
 
 
 class Preparation(Protocol):
-    """The prepared part of one rank in a save, before the ranks agree."""
+    """The prepared part of one rank in a save, before the ranks agree.
 
-    @property
-    def arguments(self) -> SaveArguments:
-        """The arguments of this rank."""
+    `unmatched` has a text for each pattern that matches nothing on this rank.
+    """
 
-    @property
-    def inventory(self) -> Inventory:
-        """The inventory of this rank."""
-
-    @property
-    def unmatched(self) -> tuple[str, ...]:
-        """A text for each pattern that matches nothing on this rank."""
+    arguments: SaveArguments
+    inventory: Inventory
+    unmatched: tuple[str, ...]
 
     def accept_plan(self, plan: AgreedPlan) -> None:
         """Check the plan, or prepare for it. All ranks raise the error of any rank."""

@@ -249,20 +249,16 @@ def save_together(
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _PreparedSave:
     """The part of one rank in a save, before the ranks agree. `attached` are files by name."""
 
     arguments: SaveArguments
+    inventory: Inventory
+    unmatched: tuple[str, ...]
     storage: CountingStorage
     local_state: LocalSaveState
     attached: Mapping[str, bytes]
-    unmatched: tuple[str, ...]
-
-    @property
-    def inventory(self) -> Inventory:
-        """See `Preparation.inventory`."""
-        return self.local_state.inventory
 
     def accept_plan(self, plan: AgreedPlan) -> None:
         """Do nothing: the rank uses the plan when it writes."""
@@ -282,10 +278,11 @@ def _prepare_save(
     attached = read_attached(options.attach)
     arguments = options.arguments(storage_path, attached)
     local_state = options.local_state(session, state)
-    problems = local_state.unmatched
-    unmatched = problems if source is None else source.remove_matched(problems)
+    inventory, unmatched = local_state.inventory, local_state.unmatched
+    if source is not None:
+        unmatched = source.remove_matched(unmatched)
     counting = CountingStorage(storage or default_storage)
-    return _PreparedSave(arguments, counting, local_state, attached, unmatched)
+    return _PreparedSave(arguments, inventory, unmatched, counting, local_state, attached)
 
 
 def _claim(
