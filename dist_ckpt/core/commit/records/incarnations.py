@@ -234,7 +234,7 @@ def begin_incarnation(
 
 
 def secure_incarnation(
-    storage: Storage, path: str, restored: Attempt, run: Incarnation, *, by: str
+    storage: Storage, path: str, restored: Attempt, incarnation: Incarnation, *, by: str
 ) -> None:
     """Prevent late saves of older incarnations from replacing the restored checkpoint.
 
@@ -243,18 +243,18 @@ def secure_incarnation(
     ConflictError if one has replaced the checkpoint already. That happens only after a restore of
     an orphan.
     """
-    reason = f"incarnation {run.number} resumed from {restored}"
+    reason = f"incarnation {incarnation.number} resumed from {restored}"
     # Nothing saves through the link of a moved step.
     open_above = [] if is_linked_step(path) else attempts.list_attempts(storage, path)
     for other in open_above:
-        is_late = restored < other and other.number < run.first
+        is_late = restored < other and other.number < incarnation.first
         if is_late and not attempts.is_decided(storage, path, other):
             attempts.try_abandon(storage, path, other, by=by, reason=reason)
     current: Attempt | None = None
     with suppress(NotFoundError):
         current, _ = attempts.find_checkpoint(storage, path)
     if current is None or (
-        current.incarnation != restored.incarnation and current.number < run.first
+        current.incarnation != restored.incarnation and current.number < incarnation.first
     ):
         raise ConflictError(
             f"{path}: {restored} was restored, and {current or 'nothing'} is the checkpoint there "

@@ -85,8 +85,8 @@ class Scopes:
     def __contains__(self, name: str) -> bool:
         if name not in self.selection:
             return False
-        about = [scope for scope in self.scopes if scope.can_have(name)]
-        return not about or any(name in scope.selection for scope in about)
+        scopes = [scope for scope in self.scopes if scope.can_have(name)]
+        return not scopes or any(name in scope.selection for scope in scopes)
 
     def unmatched(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the problem of each pattern of the load itself that matches no name."""
@@ -94,8 +94,10 @@ class Scopes:
 
     def searched_paths(self, name: str) -> tuple[str, ...]:
         """Return the paths of the sources that may have a name and do not leave it out."""
-        about = (scope for scope in self.scopes if scope.can_have(name) and name in scope.selection)
-        return tuple(dict.fromkeys(scope.path for scope in about))
+        scopes = (
+            scope for scope in self.scopes if scope.can_have(name) and name in scope.selection
+        )
+        return tuple(dict.fromkeys(scope.path for scope in scopes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,7 +291,9 @@ def build_saved_tree(
     # torch's helpers, have other names in the groups.
     saved = {*catalog.tensors, *catalog.aliases, *catalog.values} if rename else set()
     movable = {
-        n: of for n, of in states.items() if of[1] in saved or child_name(of[1], RECORD) in saved
+        state: (stem, name)
+        for state, (stem, name) in states.items()
+        if name in saved or child_name(name, RECORD) in saved
     }
     renamed, problems = rules.apply(dict.fromkeys((*names, *states)), movable)
     if problems:
