@@ -6,7 +6,6 @@ import gc
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 
 import dist_ckpt as dc
 from dist_ckpt.checkpointer.save_policy import SavePolicy
+from fork_server import forked_python
 from run_training import fresh, steps_at, steps_in, train
 
 OFTEN = dc.every(steps=1)
@@ -361,7 +361,7 @@ for step in ck.steps({"step": 0}, until=2):
 def test_a_process_that_ends_with_an_open_one_says_so(tmp_path: Path) -> None:
     """A script's global is dropped by nobody, so `at_end` was forgotten without a word."""
     told = subprocess.run(
-        [sys.executable, "-c", FORGETFUL, str(tmp_path)],
+        [forked_python(), "-c", FORGETFUL, str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=60,

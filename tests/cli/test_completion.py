@@ -56,10 +56,13 @@ def root(two_steps: Path) -> Path:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_is_printed_and_completes(shell: str, run: Run) -> None:
+def test_completion_is_printed(shell: str, run: Run) -> None:
     code, told, _ = run("completion", shell)
     assert code == 0
     assert "_DIST_CKPT_COMPLETE" in told
+
+
+def test_a_shell_asks_the_program_what_completes_a_word() -> None:
     environment = {**os.environ, "_DIST_CKPT_COMPLETE": "bash_complete"}
     environment |= {"COMP_LINE": "dist-ckpt tens"}
     code_ = "from dist_ckpt.cli import main; main()"
