@@ -76,7 +76,7 @@ class SaveReport:
     make them durable: `slowest_s` seconds. `nbytes_receipt` is the size of this rank's receipt,
     which grows with the number of files. It is a part of the bytes of `exchanges`, and 0 on the
     coordinator. `num_linked` files with `nbytes_linked` bytes were linked from an older checkpoint,
-    not written.
+    not written. `num_unchecked` tensors of an import had no checksum in its source.
     """
 
     path: str
@@ -96,6 +96,7 @@ class SaveReport:
     storage_writes: IoCount
     num_linked: int = 0
     nbytes_linked: int = 0
+    num_unchecked: int = 0
 
     @property
     def total_s(self) -> float:

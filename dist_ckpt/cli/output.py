@@ -172,10 +172,12 @@ def write_checkpoint(
     if not as_json:
         for source in plan.sources:
             click.echo(printable(source))
-    linked = f", {report.num_linked} linked" * bool(report.num_linked)
+    notes = [f"{report.num_linked} linked"] * bool(report.num_linked)
+    if report.num_unchecked:
+        notes.append(f"{format_count(report.num_unchecked, 'tensor')} without a checksum to check")
     files = f"{format_size(report.nbytes)} in {format_count(report.num_files, 'file')}"
-    summary = f"{format_count(report.num_tensors, 'tensor')}, {files}"
-    print_result(convert(report, document), f"{report.path}: {summary}{linked}", as_json=as_json)
+    summary = ", ".join((format_count(report.num_tensors, "tensor"), files, *notes))
+    print_result(convert(report, document), f"{report.path}: {summary}", as_json=as_json)
 
 
 def run_plan(plan: WritePlan[Result], label: str, *, dry_run: bool, as_json: bool) -> Result | None:

@@ -431,7 +431,12 @@ class AverageResult(WrittenCheckpoint, tag="dist-ckpt.average/2", frozen=True):
 
 
 class ImportResult(WrittenCheckpoint, tag="dist-ckpt.import/2", frozen=True):
-    """A checkpoint that was made from files of another system."""
+    """A checkpoint that was made from files of another system.
+
+    `num_unchecked` tensors had no checksum in these files.
+    """
+
+    num_unchecked: int
 
 
 class PlannedFile(JsonObject, frozen=True):

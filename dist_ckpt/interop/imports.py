@@ -14,13 +14,15 @@ data.
 
 Each function takes `ImportOptions`. On return the checkpoint is complete and durable. Raises
 NotFoundError for missing files, CorruptError for damaged ones, IncompatibleError for selected
-values that are not plain data, and the errors of `dc.reshard`.
+values that are not plain data, and the errors of `dc.reshard`. The checksums of torch.save are
+checked. `num_unchecked` of the report counts the tensors that have none.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypedDict, Unpack
 
 from dist_ckpt.core.format.index.index import MAX_STEP
@@ -28,7 +30,7 @@ from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.interop.readers.nested_state import ImportFilter
-from dist_ckpt.interop.readers.virtual_checkpoint import build_virtual_checkpoint
+from dist_ckpt.interop.readers.virtual_checkpoint import ForeignTensor, build_virtual_checkpoint
 from dist_ckpt.interop.registry import FORMATS, HF_FILE, HF_INDEX, open_foreign, reader_module
 from dist_ckpt.reports import Progress, SaveReport
 from dist_ckpt.tools.rewrite.reshard import even_sharding, plan_rewrite
@@ -150,13 +152,17 @@ def plan_import(
     if step is not None and (type(step) is not int or not 0 <= step <= MAX_STEP):
         raise ValueError(f"step={step!r}: give None or an integer from 0 to {MAX_STEP}")
     include, exclude = options.get("include"), options.get("exclude")
+    num_unchecked = 0
     if kind == "hf":
         opened, selection = _open_safetensors(source), parse_selection(include, exclude)
     else:
         selection = parse_selection(include, None)
         wanted = ImportFilter(parse_selection(None, exclude), selection.__contains__)
-        opened = open_pickled(kind, source, wanted)
-    return plan_rewrite(
+        opened, tensors = open_pickled(kind, source, wanted, checks_records=True)
+        num_unchecked = sum(
+            tensor.fqn in selection and not tensor.has_checksums for tensor in tensors
+        )
+    plan = plan_rewrite(
         opened,
         target,
         even_sharding(options.get("world_size", 1)),
@@ -166,17 +172,30 @@ def plan_import(
         selection=selection,
     )
 
+    def run(progress: Progress | None) -> SaveReport:
+        return replace(plan.run(progress), num_unchecked=num_unchecked)
+
+    return replace(plan, run=run)
+
 
 def _import(kind: str, source: StrPath, target: StrPath, options: ImportOptions) -> SaveReport:
     return plan_import(kind, source, target, options).run(options.get("progress"))
 
 
-def open_pickled(kind: str, path: StrPath, import_filter: ImportFilter) -> tuple[Storage, str]:
-    """Return a storage that presents the files of a format as a checkpoint, and its path."""
+def open_pickled(
+    kind: str, path: StrPath, import_filter: ImportFilter, *, checks_records: bool
+) -> tuple[tuple[Storage, str], Sequence[ForeignTensor]]:
+    """Return a storage that presents the files of a format as a checkpoint, and its path.
+
+    Also return its tensors. `checks_records` is that of `build_virtual_checkpoint`.
+    """
     storage, text = open_storage(path)
     foreign_format = FORMATS[kind]
     state = reader_module(foreign_format.reader).read(storage, text, import_filter)
-    return build_virtual_checkpoint(storage, text, state, foreign_format.name), text
+    opened = build_virtual_checkpoint(
+        storage, text, state, foreign_format.name, checks_records=checks_records
+    )
+    return (opened, text), state.tensors
 
 
 def _open_safetensors(path: StrPath) -> tuple[Storage, str]:

@@ -56,7 +56,7 @@ def new_folder(
 
 
 def list_target(storage: Storage, path: str) -> Sequence[Entry]:
-    """Return what is in the folder at `path`, if any. ExistsError for anything but a folder."""
+    """Return the entries of the folder at `path`, if any. ExistsError for anything but a folder."""
     check_parent(path)
     if os.path.islink(path):  # callers resolve links first
         raise ExistsError(f"{path} is now a link to {os.readlink(path)}: look at it")

@@ -78,6 +78,15 @@ def test_what_is_left_of_a_file_may_be_values_alone(tmp_path: Path, run: Run) ->
         assert dict(found.objects) == {"epoch": 3}
 
 
+def test_tensors_without_a_checksum_are_counted(tmp_path: Path, run: Run) -> None:
+    with torch.serialization.skip_data():
+        torch.save(weights(), tmp_path / "a.pt")  # noqa: TID251
+    words = ["import", "--from", "torch", tmp_path / "a.pt"]
+    assert "2 tensors without a checksum to check" in run(*words, tmp_path / "ours")[1]
+    _, text, _ = run(*words, tmp_path / "other", "--json")
+    assert json.loads(text)["num_unchecked"] == 2
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_not_there_or_something_else_is_one_line(
     sources: dict[str, Path], tmp_path: Path, kind: str, run: Run

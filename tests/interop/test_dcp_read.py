@@ -317,6 +317,17 @@ LIES: dict[str, tuple[Callable[[Metadata], None], type[CheckpointError], str]] =
 }
 
 
+def test_a_flipped_bit_is_named_by_an_import(tmp_path: Path) -> None:
+    value = torch.arange(30_000.0)
+    dcp.save({"a": torch.ones(3), "w": value}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    path = tmp_path / "dcp" / "__0_0.distcp"
+    data = bytearray(path.read_bytes())
+    data[data.index(value.numpy().tobytes()) + 60_000] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(CorruptError, match=r"__0_0\.distcp, w: its record data/0 has the CRC-32"):
+        imports.from_dcp(tmp_path / "dcp", tmp_path / "ours")
+
+
 @pytest.mark.parametrize("name", LIES)
 def test_metadata_that_lies_is_named(folder: Path, name: str) -> None:
     change, kind, message = LIES[name]

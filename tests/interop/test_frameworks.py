@@ -10,7 +10,9 @@ import importlib.util
 import json
 import os
 import shutil
+import struct
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -310,6 +312,33 @@ BROKEN: dict[str, tuple[str, str, type[Exception], str]] = {
         "the file does not exist",
     ),
 }
+
+
+ARCHIVES = [
+    ("lightning", "made/a.ckpt"),
+    ("accelerate", "made/optimizer.bin"),
+    ("accelerate", "made/random_states_0.pkl"),
+    ("deepspeed-zero2", "made/global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    ("deepspeed-zero3", "made/global_step3/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+]
+
+
+@pytest.mark.parametrize(("kind", "file"), ARCHIVES)
+def test_a_flipped_bit_in_an_archive_is_named_with_its_record(
+    kind: str, file: str, tmp_path: Path
+) -> None:
+    made = copied(kind, tmp_path)
+    path = tmp_path / kind / file
+    with zipfile.ZipFile(path) as archive:
+        records = [info for info in archive.infolist() if "/data/" in info.filename]
+        largest = max(records, key=lambda info: info.file_size)
+    data = bytearray(path.read_bytes())
+    name_nbytes, extra_nbytes = struct.unpack_from("<2H", data, largest.header_offset + 26)
+    data[largest.header_offset + 30 + name_nbytes + extra_nbytes + largest.file_size // 2] ^= 4
+    path.write_bytes(data)
+    name = largest.filename.partition("/")[2]
+    with pytest.raises(CorruptError, match=rf"{file}: its record {name} has the CRC-32"):
+        imported(kind, made, tmp_path / "ours")
 
 
 # What Git leaves in place of a large file.

@@ -8,8 +8,10 @@ import re
 import struct
 import warnings
 import zipfile
+import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import dist_ckpt as dc
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.interop import imports
+from dist_ckpt.interop.readers.virtual_checkpoint import shift_crc32
 
 
 def same(expected: Any, found: Any, name: str = "state") -> None:
@@ -269,6 +272,78 @@ def test_what_is_not_included_may_be_anything(tmp_path: Path, name: str) -> None
     with pytest.raises(ValueError, match=r"'deep\.y' matches no name"):
         found(6, include=["model", "deep.y"])
     assert not (tmp_path / "6").exists()
+
+
+def flip(path: Path, data: bytes) -> None:
+    """Flip a bit in the middle of some bytes of a file."""
+    content = bytearray(path.read_bytes())
+    content[content.index(data) + len(data) // 2] ^= 4
+    path.write_bytes(content)
+
+
+BASE = torch.arange(30_000.0)
+SHARING: dict[str, Callable[[torch.Tensor], dict[str, torch.Tensor]]] = {
+    "one tensor": lambda base: {"w": base.reshape(300, 100)},
+    "a part": lambda base: {"w": base[:10]},
+    "columns": lambda base: {"w": base.reshape(300, 100).t()},
+    "two parts": lambda base: {"v": base[:10], "w": base[10:]},
+    "tied": lambda base: {"v": base, "w": base},
+}
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("name", SHARING)
+def test_a_flipped_bit_is_named_with_its_record(name: str, world_size: int, tmp_path: Path) -> None:
+    state = {"a": torch.ones(7), "model": SHARING[name](BASE), "z": torch.ones(5)}
+    imported(tmp_path, state)  # without damage
+    flip(tmp_path / "a.pt", BASE.numpy().tobytes())
+    with pytest.raises(CorruptError, match=r"a\.pt: its record data/1 has the CRC-32 .* fetch"):
+        imports.from_torch(tmp_path / "a.pt", tmp_path / "new", world_size=world_size)
+    with pytest.raises(NotFoundError):
+        dc.open(tmp_path / "new")
+    imports.from_torch(tmp_path / "a.pt", tmp_path / "rest", exclude="model")
+
+
+def test_a_flipped_bit_in_the_pickle_is_named(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(3), "text": "abcdefgh"}, tmp_path / "a.pt")
+    flip(tmp_path / "a.pt", b"abcdefgh")
+    with pytest.raises(CorruptError, match=r"its record data\.pkl has another checksum"):
+        imports.from_torch(tmp_path / "a.pt", tmp_path / "ours")
+
+
+def no_checksums(state: object, path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(state, path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+
+def no_data(state: object, path: Path) -> None:
+    with torch.serialization.skip_data():
+        torch.save(state, path)
+
+
+@pytest.mark.parametrize("save", [no_checksums, no_data])
+def test_tensors_without_a_checksum_are_counted(
+    save: Callable[[object, Path], None], tmp_path: Path
+) -> None:
+    state = {"v": BASE, "w": BASE.reshape(300, 100).t(), "empty": torch.ones(0), "x": torch.ones(3)}
+    save({"a": state, "b": torch.ones(2)}, tmp_path / "a.pt")
+    report = imports.from_torch(tmp_path / "a.pt", tmp_path / "ours", include="a")
+    assert (report.num_tensors, report.num_unchecked) == (4, 3)
+    torch.save({"a": state}, tmp_path / "a.pt")
+    assert imports.from_torch(tmp_path / "a.pt", tmp_path / "checked").num_unchecked == 0
+
+
+@pytest.mark.parametrize("cuts", [[], [0], [1, 500, 999], [1000], [7, 7, 8]])
+def test_checksums_of_parts_give_that_of_the_whole(cuts: list[int]) -> None:
+    data = random.Random(1).randbytes(1000)
+    bounds = [0, *cuts, len(data)]
+    crc32 = 0
+    for start, end in reversed([*pairwise(bounds)]):
+        crc32 ^= shift_crc32(zlib.crc32(data[start:end]), len(data) - end)
+    assert crc32 == zlib.crc32(data)
 
 
 def test_a_program_of_torchscript_is_refused(tmp_path: Path) -> None:

@@ -82,9 +82,10 @@ def load(
 
     Collective: every rank of `group` calls this. Any layout loads into any other. Modules and
     optimizers have the names of `get_state_dict`. Pickles are read without unpickling: nothing is
-    executed. DCP stores no checksums: only sizes, names, shapes, dtypes and coverage are checked,
-    before the state changes. The options and errors are those of `dc.load`. IncompatibleError also
-    if the state needs a value that is not plain data.
+    executed. Only sizes, names, shapes, dtypes and coverage are checked, before the state changes:
+    a rank reads parts of what DCP's checksums cover. `imports.from_dcp` checks these. The options
+    and errors are those of `dc.load`. IncompatibleError also if the state needs a value that is not
+    plain data.
     """
     options = LoadOptions(
         sharding=sharding,
@@ -101,7 +102,7 @@ def load(
 
     def open_folder(path: StrPath, *, direct_reads: bool = False) -> tuple[Storage, str]:
         del direct_reads
-        return open_pickled("dcp", path, needed)
+        return open_pickled("dcp", path, needed, checks_records=False)[0]
 
     opener = replace(OPENER, name="DCP", open=open_folder)
     return load_together(session_of(group), state, path, options, opener=opener)
@@ -112,8 +113,9 @@ class DcpLoadReport:
     """The result of a `dcp.load` with a `StorageReader` on this rank, without DCP's planning.
 
     `nbytes_read` bytes of tensors came from storage, `nbytes_received` from other ranks of this
-    host. `seconds` has the phases: "open" resolves the path, "check" opens the files and agrees,
-    "read" reads, verifies and fills, "place" converts tensors and passes values to the planner.
+    host. `seconds` has the phases. "open" resolves the path, and "check" opens the files and
+    agrees. "read" reads, verifies and fills. "place" converts tensors, and passes values to the
+    planner.
     """
 
     path: str
@@ -245,12 +247,12 @@ class StorageReader(dcp.StorageReader):
     `dcp.load` overrides `path`. `report` is the report of the last load.
 
     Pass the same `process_group` as to `dcp.load`. Then the ranks of the group read together, as in
-    `dc.load`: one rank of a host reads what several need, and the error of one rank is raised on
-    all. Without a matching group each rank reads alone. Values per rank are those of the rank
+    `dc.load`. One rank of a host reads what several need, and the error of one is raised on all.
+    Without a matching group each rank reads alone. Values per rank are those of the rank
     within this group.
 
     Raises NotFoundError if no checkpoint exists, CorruptError if it is damaged; DCP wraps them in a
-    CheckpointException. Data is checked after it has been read into the targets: after an error,
+    CheckpointException. Data is checked after it has been read into the targets. So after an error,
     tensors of the state may have changed, as with DCP's own reader.
     """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TypeVar
 
@@ -179,8 +179,7 @@ def _locate_part(
             f"{label}: {list(value.shape)} of {value.dtype}, but the metadata says "
             f"{list(item.region.shape)} of {dtype}; use another checkpoint"
         )
-    file, start = archive.locate(value, item.fqn)
-    return ForeignChunk(item.region, file, start, None if value.is_contiguous else value.strides)
+    return replace(archive.locate(value, item.fqn), cell=item.region)
 
 
 def _open_archives(

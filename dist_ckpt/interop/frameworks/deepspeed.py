@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -373,14 +373,15 @@ class _ZeroFiles:
         chunks, dtypes = list[ForeignChunk](), set[str]()
         for piece in parameter.slices:
             archive, view = vectors[piece.rank][piece.number]
-            file, start = archive.locate(view, fqn)
+            vector = archive.locate(view, fqn)
             dtypes.add(view.dtype)
             numel = piece.elements.numel
             if not view.is_contiguous or piece.at + numel > prod(view.shape):
                 raise self._corrupt(f"{fqn} ends after the vector of rank {piece.rank}")
             if numel or (0 in parameter.shape and not chunks):
                 cell = piece.elements if numel else Region.whole(parameter.shape)
-                chunks.append(ForeignChunk(cell, file, start + piece.at * view.itemsize))
+                start = vector.start + piece.at * view.itemsize
+                chunks.append(replace(vector, cell=cell, start=start))
         if len(dtypes) != 1 or not chunks:
             raise self._corrupt(f"{fqn} has {len(chunks)} parts of {len(dtypes)} dtypes")
         tensor = ForeignTensor(fqn, dtypes.pop(), parameter.shape, tuple(chunks))

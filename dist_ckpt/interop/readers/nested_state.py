@@ -12,7 +12,6 @@ from itertools import chain
 from pathlib import PurePath
 from typing import Any, NamedTuple, Protocol
 
-from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.format.index.index import MAX_STEP, Node
 from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.objects.plain_codec import check_plain
@@ -111,8 +110,8 @@ class Pickled(Protocol):
 
     budget: PickleBudget
 
-    def locate(self, view: TensorView, fqn: str) -> tuple[str, int]:
-        """Return the file with a tensor's elements, and their offset."""
+    def locate(self, view: TensorView, fqn: str) -> ForeignChunk:
+        """Return the location of a tensor's elements, as a whole tensor."""
 
 
 class NestedState:
@@ -295,14 +294,12 @@ class NestedState:
             self._add(name, child, pickled, depth + 1, part_of)
 
     def _add_tensor(self, fqn: str, view: TensorView, pickled: Pickled) -> None:
-        file, start = pickled.locate(view, fqn)
-        key = (file, start, view.dtype, view.shape, view.strides)
+        chunk = pickled.locate(view, fqn)
+        key = (chunk.file, chunk.start, view.dtype, view.shape, view.strides)
         first = self._first.setdefault(key, fqn) if 0 not in view.shape else fqn
         if first != fqn:
             self._aliases[fqn] = first
             return
-        strides = None if view.is_contiguous else view.strides
-        chunk = ForeignChunk(Region.whole(view.shape), file, start, strides)
         self.tensors[fqn] = ForeignTensor(fqn, view.dtype, view.shape, (chunk,))
 
     def _plain(self, fqn: str, value: object, budget: PickleBudget, part_of: str = "") -> object:

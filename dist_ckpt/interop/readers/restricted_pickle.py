@@ -5,8 +5,8 @@ the caller's table. The table has values, and `PlaceholderFactory` functions tha
 inert placeholders. Any other name is an error, or becomes an `UnknownObject`. Nothing is imported,
 and no method that the stream names is called. The size of the stream bounds time and memory.
 
-`pickletools.genops` does not parse the opcodes here: it reads lines and decimals of any length,
-undoes escapes in names with a DeprecationWarning, and accepts text that is not UTF-8.
+`pickletools.genops` does not parse the opcodes here. It reads lines and decimals of any length,
+accepts text that is not UTF-8, and undoes escapes in names with a DeprecationWarning.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ digests (`Index.has_digests` is False): only sizes and names are checked.
 from __future__ import annotations
 
 import threading
+import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import Literal
 from dist_ckpt.core.commit.receipts import build_file_tables
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import BLOCK_DIGEST_CHARS, document_digest
+from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import ByteRange, Cell, Region, Shape, row_major_strides
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import FOREIGN_ATTEMPT, Index, Key, Node
@@ -35,6 +37,9 @@ from dist_ckpt.errors import CorruptError
 _MAX_SPARSENESS = 8
 _MAX_DENSE_READ_NBYTES = 8 << 20
 
+# The size of the reads of a check.
+_MAX_CHECK_NBYTES = 8 << 20
+
 # The format codes of `memoryview` for unsigned integers, by size.
 _WORD_CODES: Mapping[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
@@ -46,8 +51,69 @@ MODEL = "model"
 
 
 @dataclass(frozen=True, slots=True)
+class CheckedRange:
+    """A range of a file, and its CRC-32: 0 if the file has none. `label` names it in errors."""
+
+    label: str
+    start: int
+    nbytes: int
+    crc32: int
+
+    @property
+    def has_checksum(self) -> bool:
+        """True if its bytes can be checked."""
+        return self.crc32 != 0 or not self.nbytes
+
+    def check(self, file: ReadableFile) -> None:
+        """Read the range. CorruptError if it has another CRC-32."""
+        if not self.has_checksum:
+            return
+        crc32, done = 0, 0
+        buffer = memoryview(bytearray(min(self.nbytes, _MAX_CHECK_NBYTES)))
+        while done < self.nbytes:
+            count = file.read_into(self.start + done, buffer[: self.nbytes - done])
+            if not count:
+                break
+            crc32, done = zlib.crc32(buffer[:count], crc32), done + count
+        if crc32 != self.crc32:
+            raise CorruptError(
+                f"{self.label} has the CRC-32 {crc32:08x}, but {self.crc32:08x} was written; fetch "
+                f"the file again"
+            )
+
+
+# The polynomial of CRC-32, with the highest power of x in the lowest bit.
+_CRC32_POLYNOMIAL = 0xEDB88320
+_ONE = 1 << 31
+
+
+def shift_crc32(crc32: int, nbytes: int) -> int:
+    """Return the part of a CRC-32 that comes from bytes with `crc32`, if `nbytes` follow them.
+
+    The CRC-32 of a file is the exclusive or of this for all its parts. As in zlib's crc32_combine,
+    it is a product modulo the polynomial, with the power of x for `nbytes`.
+    """
+    power, square = _ONE, _multiply(_ONE >> 4, _ONE >> 4)  # x ** 8 is one byte
+    while nbytes:
+        if nbytes & 1:
+            power = _multiply(square, power)
+        square, nbytes = _multiply(square, square), nbytes >> 1
+    return _multiply(power, crc32)
+
+
+def _multiply(left: int, right: int) -> int:
+    product = 0
+    while left:
+        if left & _ONE:
+            product ^= right
+        left = left << 1 & 0xFFFFFFFF
+        right = right >> 1 ^ (_CRC32_POLYNOMIAL if right & 1 else 0)
+    return product
+
+
+@dataclass(frozen=True, slots=True)
 class ForeignChunk:
-    """A cell of a tensor, little-endian in a file, from byte `start` on.
+    """A cell of a tensor, little-endian in a file, from byte `start` on, within `record`.
 
     It is row-major, unless it has `strides`. Then a read copies the whole cell into row-major
     order, in memory.
@@ -57,6 +123,7 @@ class ForeignChunk:
     file: str
     start: int
     strides: Shape | None = None
+    record: CheckedRange | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +134,11 @@ class ForeignTensor:
     dtype: str
     shape: Shape
     chunks: tuple[ForeignChunk, ...]
+
+    @property
+    def has_checksums(self) -> bool:
+        """True unless a record of torch.save with its bytes has no checksum."""
+        return all(chunk.record is None or chunk.record.has_checksum for chunk in self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +159,13 @@ class ForeignState:
 
 
 def build_virtual_checkpoint(
-    storage: Storage, path: str, state: ForeignState, label: str
+    storage: Storage, path: str, state: ForeignState, label: str, *, checks_records: bool = False
 ) -> ReadOnlyStorage:
     """Return a storage that presents the state as a checkpoint at `path`.
 
-    `storage` has the files that the chunks name; each is opened when it is read. `label` describes
-    the format in messages. CorruptError if the chunks of a tensor overlap or leave gaps.
+    `storage` has the files that the chunks name. A file is opened when it is read. With
+    `checks_records`, the whole record of a chunk is checked before any part of it is used. `label`
+    describes the format in messages. CorruptError if the chunks of a tensor overlap or leave gaps.
     """
     by_file = _group_by_file(state.tensors)
     last_rank = max((rank for values in state.per_rank.values() for rank in values), default=0)
@@ -105,6 +178,7 @@ def build_virtual_checkpoint(
     except ValueError as error:
         raise CorruptError(f"{path}: the files do not form one state: {error}") from None
     chunks = {(entry.fqn, part.cell): part for entry in state.tensors for part in entry.chunks}
+    checks = _RecordChecks(state.tensors) if checks_records else None
     documents: dict[str, bytes] = {}
     files: dict[str, Callable[[], ReadableFile]] = {}
     receipts = []
@@ -114,7 +188,7 @@ def build_virtual_checkpoint(
             # The digests are zeros: they are never checked.
             header = file.header.fill(None, "0" * (file.header.num_digests * BLOCK_DIGEST_CHARS))
             segments = [(item.span, chunks[item.fqn, item.cell]) for item in file.items]
-            files[file.name] = partial(_VirtualFile, storage, name, header, segments)
+            files[file.name] = partial(_VirtualFile, storage, name, header, segments, checks)
             digest = document_digest(header)
             written.append(FileReceipt(file.name, file.nbytes, file.header.nbytes, digest))
         for document, data in _encode_objects(rank, state, plan.tree).items():
@@ -136,6 +210,50 @@ def build_virtual_checkpoint(
     files.update((name, partial(BytesFile, data)) for name, data in documents.items())
     remedy = f"these are {label}, which are read-only: save, reshard or import to another path"
     return ReadOnlyStorage(f"{path}/{FOREIGN_ATTEMPT}", files, remedy)
+
+
+class _RecordChecks:
+    """Checks the records of the tensors that are read. Thread-safe.
+
+    A record that is exactly one chunk is checked while that is read, part by part, in any order.
+    Any other record is read as a whole before the first part of it is used.
+    """
+
+    def __init__(self, tensors: Sequence[ForeignTensor]) -> None:
+        sizes: dict[CheckedRange | None, list[int]] = {}
+        for tensor in tensors:
+            for chunk in tensor.chunks:
+                nbytes = chunk.cell.numel * DTYPES[tensor.dtype].itemsize
+                sizes.setdefault(chunk.record, []).append(-1 if chunk.strides else nbytes)
+        self._by_parts = {record for record in sizes if record and sizes[record] == [record.nbytes]}
+        # The CRC-32 of the parts so far, as a part of the record's, and the size of these parts.
+        self._read: dict[CheckedRange, tuple[int, int]] = {}
+        self._checked: set[CheckedRange] = set()
+        self._lock = threading.Lock()
+
+    def begin(self, chunk: ForeignChunk, file: ReadableFile) -> None:
+        """Check the record of a chunk, unless its parts are. Call this before a read."""
+        if chunk.record is not None and chunk.record not in self._by_parts:
+            with self._lock:
+                self._check_once(chunk.record, file)
+
+    def add(self, chunk: ForeignChunk, offset: int, part: memoryview, file: ReadableFile) -> None:
+        """Add a part of a chunk that was read. CorruptError after the last part if one is wrong."""
+        record = chunk.record
+        if record not in self._by_parts or not record.has_checksum:
+            return
+        crc32 = shift_crc32(zlib.crc32(part), record.nbytes - offset - len(part))
+        with self._lock:
+            crc32_before, nbytes = self._read.get(record, (0, 0))
+            self._read[record] = crc32 ^ crc32_before, nbytes + len(part)
+            # A part that was read twice also gives a wrong sum: then the record is read again.
+            if nbytes + len(part) >= record.nbytes and crc32 ^ crc32_before != record.crc32:
+                self._check_once(record, file)
+
+    def _check_once(self, record: CheckedRange, file: ReadableFile) -> None:
+        if record not in self._checked:
+            record.check(file)
+            self._checked.add(record)
 
 
 # The file name of a rank that has values but no file.
@@ -208,11 +326,17 @@ class _VirtualFile:
     num_links = 1
 
     def __init__(
-        self, storage: Storage, path: str, header: bytes, segments: Sequence[_Segment]
+        self,
+        storage: Storage,
+        path: str,
+        header: bytes,
+        segments: Sequence[_Segment],
+        checks: _RecordChecks | None,
     ) -> None:
         self._inner = storage.open(real_path(path))
         self._header = header
         self._segments = segments
+        self._checks = checks
         self._starts = [span.start for span, _ in segments]
         # The last segment that was copied into row-major order: its parts are read one by one.
         self._in_order: tuple[int, memoryview] | None = None
@@ -245,8 +369,13 @@ class _VirtualFile:
 
     def _read(self, number: int, within: int, target: memoryview) -> int:
         span, chunk = self._segments[number]
+        if self._checks is not None:
+            self._checks.begin(chunk, self._inner)
         if chunk.strides is None:
-            return self._inner.read_into(chunk.start + within, target)
+            count = self._inner.read_into(chunk.start + within, target)
+            if self._checks is not None:
+                self._checks.add(chunk, within, target[:count], self._inner)
+            return count
         with self._lock:
             if self._in_order is None or self._in_order[0] != number:
                 self._in_order = None

@@ -89,9 +89,9 @@ class FileTensor:
 def parse(file: ReadableFile, label: str) -> dict[str, object]:
     """Return the state in a file: `{"model": {name: tensor}}`, in version 2 also the training.
 
-    Tensors are `FileTensor`s: no data is read. Errors have `label` and the offset of the byte:
-    CorruptError for a damaged file, and IncompatibleError for another version, an unknown dtype,
-    and values that a checkpoint cannot store.
+    Tensors are `FileTensor`s: no data is read. Errors have `label` and the offset of the byte.
+    CorruptError for a damaged file. IncompatibleError for another version, an unknown dtype, and
+    values that a checkpoint cannot store.
     """
     fields = _FieldReader(file, label)
     if (magic := fields.take(4, "the magic number")) != _MAGIC:

@@ -183,8 +183,8 @@ def _count_nbytes(state: Mapping[str, object], version: int) -> int:
 class LocalFile:
     """A regular file, open for reading (`ReadableFile`).
 
-    Raises NotFoundError if it does not exist, ValueError if it is not a regular file, StorageError
-    if it cannot be opened, CorruptError if it is a pointer of Git LFS.
+    NotFoundError if it does not exist, ValueError if it is not a regular file. StorageError if it
+    cannot be opened, CorruptError if it is a pointer of Git LFS.
     """
 
     num_links = 1

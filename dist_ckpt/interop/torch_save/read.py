@@ -14,13 +14,19 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.storage import ReadableFile, Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError
 from dist_ckpt.interop.readers import restricted_pickle
 from dist_ckpt.interop.readers.nested_state import ImportFilter, NestedState
 from dist_ckpt.interop.readers.restricted_pickle import PickleBudget, UnknownObject, unknown_error
 from dist_ckpt.interop.readers.torch_pickles import TORCH_NAMES, TensorView, resolve_storage
-from dist_ckpt.interop.readers.virtual_checkpoint import MODEL, ForeignState
+from dist_ckpt.interop.readers.virtual_checkpoint import (
+    MODEL,
+    CheckedRange,
+    ForeignChunk,
+    ForeignState,
+)
 from dist_ckpt.interop.registry import is_file, open_file
 
 _MAX_PICKLE_NBYTES = 1 << 30
@@ -138,9 +144,10 @@ class Archive:
             data, self._table, self.label, resolve_storage, keep_unknown=True
         )
 
-    def locate(self, view: TensorView, fqn: str) -> tuple[str, int]:
-        """Return the file with a tensor's elements, and their offset."""
-        start, nbytes = self._records.locate(f"data/{view.storage.key}")
+    def locate(self, view: TensorView, fqn: str) -> ForeignChunk:
+        """Return the location of a tensor's elements, as a whole tensor."""
+        name = f"data/{view.storage.key}"
+        start, nbytes = self._records.locate(name)
         first, end = (n * view.itemsize for n in (view.start, view.start + view.num_spanned))
         if end > nbytes and view.num_spanned:
             raise CorruptError(
@@ -160,15 +167,24 @@ class Archive:
                 f"{self.label}: its tensors up to {fqn} have more than {_MAX_EXPANSION} times its "
                 f"{self._nbytes} bytes: save clones of them"
             )
-        return self._path, self._start + start + first
+        label, crc32 = f"{self.label}: its record {name}", self._records.records[name].checksum
+        return ForeignChunk(
+            Region.whole(view.shape),
+            self._path,
+            self._start + start + first,
+            None if view.is_contiguous else view.strides,
+            CheckedRange(label, self._start + start, nbytes, crc32),
+        )
 
     def read_tensor(self, view: TensorView, fqn: str) -> bytes:
         """Return the bytes of a small contiguous tensor."""
-        _, start = self.locate(view, fqn)
+        chunk = self.locate(view, fqn)
         nbytes = prod(view.shape) * view.itemsize
         if not view.is_contiguous or nbytes > _MAX_PICKLE_NBYTES:
             raise CorruptError(f"{self.label}: {fqn} is not small and contiguous; use another file")
-        return self._read(start - self._start, nbytes)
+        assert chunk.record is not None
+        chunk.record.check(self._file)
+        return self._read(chunk.start - self._start, nbytes)
 
     def _read(self, offset: int, nbytes: int) -> bytes:
         if self._whole is not None:
@@ -214,9 +230,9 @@ class ZipRecords:
     """The uncompressed records of a zip archive of `nbytes` bytes.
 
     `read_bytes(offset, nbytes)` reads the archive; `label` names it in errors. CorruptError for an
-    incomplete archive, IncompatibleError for a compressed record. `zipfile` is not used: it does
-    not return the offset of a record's data, reads a directory of any size, and accepts two records
-    of one name.
+    incomplete archive, IncompatibleError for a compressed record. `zipfile` is not used. It does
+    not return the offset of a record's data, and accepts a directory of any size and two records of
+    one name.
     """
 
     def __init__(self, read_bytes: Callable[[int, int], bytes], nbytes: int, label: str) -> None:
