@@ -11,6 +11,7 @@ import zipfile
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt.core.format.dtypes import DTYPES
+from dist_ckpt.core.planning.selection import SELECT_ALL
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.interop import imports
+from dist_ckpt.interop.readers.nested_state import ImportFilter
 from dist_ckpt.interop.readers.virtual_checkpoint import shift_crc32
 
 
@@ -302,6 +305,32 @@ def test_a_flipped_bit_is_named_with_its_record(name: str, world_size: int, tmp_
     with pytest.raises(NotFoundError):
         dc.open(tmp_path / "new")
     imports.from_torch(tmp_path / "a.pt", tmp_path / "rest", exclude="model")
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0], [0, 0, 1], [1, 0, 1]])
+def test_a_record_is_checked_in_whatever_order_it_is_read(order: list[int], tmp_path: Path) -> None:
+    """Also if a part is read twice, as by a retry."""
+    torch.save({"w": BASE}, tmp_path / "a.pt")
+
+    def read_parts() -> None:
+        everything = ImportFilter(SELECT_ALL, lambda _: True)
+        (storage, path), _ = imports.open_pickled(
+            "torch", tmp_path / "a.pt", everything, checks_records=True
+        )
+        (folder,) = storage.list(path)
+        name = max(storage.list(f"{path}/{folder.name}"), key=lambda entry: entry.nbytes).name
+        with closing(storage.open(f"{path}/{folder.name}/{name}")) as file:
+            data = memoryview(bytearray(BASE.nbytes))
+            half, start = BASE.nbytes // 2, file.nbytes - BASE.nbytes
+            for number in order:
+                at = number * half
+                assert file.read_into(start + at, data[at : at + half]) == half
+        assert data == BASE.numpy().tobytes()
+
+    read_parts()
+    flip(tmp_path / "a.pt", BASE.numpy().tobytes())
+    with pytest.raises(CorruptError, match="record data/0 has the CRC-32"):
+        read_parts()
 
 
 def test_a_flipped_bit_in_the_pickle_is_named(tmp_path: Path) -> None:
