@@ -128,25 +128,32 @@ _MIN_SIMILAR = 4
 
 
 def group_similar(
-    items: Iterable[_WithText], text: Callable[[_WithText], str]
+    items: Iterable[_WithText], text: Callable[[_WithText], str], least: int = _MIN_SIMILAR
 ) -> list[list[_WithText]]:
-    """Group items whose texts differ only in paths, numbers and digests. Small groups are split."""
+    """Group items whose texts differ only in paths, numbers and digests.
+
+    Groups of fewer than `least` are split.
+    """
     groups: dict[str, list[_WithText]] = {}
     for item in items:
         groups.setdefault(_VARYING.sub("#", text(item)), []).append(item)
     parts = (
-        [group] if len(group) >= _MIN_SIMILAR else [[item] for item in group]
-        for group in groups.values()
+        [group] if len(group) >= least else [[item] for item in group] for group in groups.values()
     )
     return [*chain.from_iterable(parts)]
 
 
-def merge_similar(texts: Iterable[str]) -> list[str]:
+def merge_similar(texts: Iterable[str], least: int = _MIN_SIMILAR) -> list[str]:
     """Return the first of similar messages, with the number of the others."""
     return [
         group[0] + f" (and {len(group) - 1} more like it)" * (len(group) > 1)
-        for group in group_similar(texts, str)
+        for group in group_similar(texts, str, least)
     ]
+
+
+def states_text(states: Sequence[str]) -> str:
+    """Join short texts, such as "step-7 is damaged". If there are many, similar ones are one."""
+    return listed(merge_similar(states, MAX_LISTED + 1))
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -25,6 +25,7 @@ from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Exchange
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.attempts import list_attempts
+from dist_ckpt.core.commit.records.checks import name_newest_good
 from dist_ckpt.core.commit.records.incarnations import (
     Incarnation,
     begin_incarnation,
@@ -47,7 +48,14 @@ from dist_ckpt.core.state.tree.state_tree import without_frozen
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.local.direct_io import drop_cached
 from dist_ckpt.default_opener import OPENER
-from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError, listed
+from dist_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    IncompatibleError,
+    NotFoundError,
+    listed,
+    merge_similar,
+)
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 from dist_ckpt.runs.selectors import describe_exclusion, select
 
@@ -265,16 +273,18 @@ class Resume:
                     self._load(state, point)
                 except CorruptError as again:
                     if at is not None:
+                        if self.session.channel.rank == COORDINATOR:
+                            name_newest_good(again, self.storage, point.path)
                         raise
                     skipped.append(f"step {point.step} is damaged: {again}")
                     if self.session.channel.rank == COORDINATOR:
                         _log.warning("%s is skipped: %s", point.path, again)
                     continue
             why = f"{at} was requested" if at is not None else "the newest"
-            return point, f"the newest undamaged: {'; '.join(skipped)}" if skipped else why
+            return point, f"the newest undamaged: {_skipped_text(skipped)}" if skipped else why
         if listing.candidates:
             raise CorruptError(
-                f"{self.root}: all checkpoints are damaged: {'; '.join(skipped)}. The state is "
+                f"{self.root}: all checkpoints are damaged: {_skipped_text(skipped)}. The state is "
                 f"partly filled: do not train on it"
             )
         return None, ""
@@ -305,7 +315,7 @@ class Resume:
         """Fill the state from `init`, if any. Raise if a fresh run is not allowed."""
         init = self.options.init
         if self.options.must_exist or listing.skipped:
-            reason = "; ".join(listing.skipped) or "none is committed"
+            reason = _skipped_text(listing.skipped) or "none is committed"
             kind = CorruptError if listing.skipped else NotFoundError
             raise kind(
                 f"{self.root}: no checkpoint to resume from: {reason}. So no fresh run begins "
@@ -387,6 +397,10 @@ def _report_newer(listing: Listing, step: int) -> None:
     if passed := [f"{info.name} ({describe_exclusion(info)})" for info in newer]:
         lines.insert(0, f"{listing.root} passes over newer steps: {listed(passed)}")
     sys.stderr.writelines(f"dist_ckpt: {line}\n" for line in lines)
+
+
+def _skipped_text(texts: Sequence[str]) -> str:
+    return listed(merge_similar(texts), "; ")
 
 
 def _step_in_name(name: str) -> int:

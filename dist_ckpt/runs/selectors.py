@@ -32,6 +32,7 @@ from dist_ckpt.errors import (
     NotFoundError,
     StorageError,
     listed,
+    states_text,
 )
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 
@@ -107,7 +108,7 @@ def select(listing: Listing, selector: str) -> RunCheckpoint:
 def _select_latest(listing: Listing) -> RunCheckpoint:
     if not listing.usable:
         states = [f"{info.name} is {describe_exclusion(info)}" for info in listing.checkpoints]
-        why = listed(states) if states else "it has no checkpoint"
+        why = states_text(states) if states else "it has no checkpoint"
         raise NotFoundError(f"{listing.root}: no latest checkpoint: {why}. Check the path")
     warn_of_unreadable(listing)
     return listing.usable[-1]
@@ -184,7 +185,7 @@ def _unreadable_text(listing: Listing) -> str:
     """Return a note about checkpoints whose step, metrics and tags cannot be read."""
     infos = (info for info in listing.checkpoints if info.state in ("damaged", "incompatible"))
     states = [f"{info.name} is {info.state}" for info in infos]
-    return f"; not readable: {listed(states)}" if states else ""
+    return f"; not readable: {states_text(states)}" if states else ""
 
 
 def _list_text(kind: str, names: Iterable[str]) -> str:

@@ -516,10 +516,21 @@ def test_where_all_are_recorded_as_damaged_they_are_tried(tmp_path: Path) -> Non
     assert restored(tmp_path) == 1
 
 
+def test_many_damaged_ones_are_one_message_with_a_count(tmp_path: Path) -> None:
+    run(tmp_path, 5)
+    for step in range(1, 6):
+        damage(tmp_path, step)
+    said = r"all checkpoints are damaged: step 5 is damaged: .* \(and 4 more like it\)\. The state"
+    with pytest.raises(CorruptError, match=said) as caught:
+        restored(tmp_path)
+    assert "newest good" not in str(caught.value)
+
+
 def test_a_damaged_one_that_is_asked_for_is_an_error(tmp_path: Path) -> None:
     run(tmp_path, 3)
     flip(tmp_path, 2)
-    with pytest.raises(CorruptError):
+    newest = tmp_path / "step-00000003"
+    with pytest.raises(CorruptError, match=f"The newest good checkpoint is {newest}"):
         restored(tmp_path, at="@2")
     assert restored(tmp_path) == 3
 

@@ -83,6 +83,11 @@ def test_an_empty_run_has_no_latest() -> None:
     committed(storage, None, name="final")
     with pytest.raises(NotFoundError, match="final is without a step"):
         chosen(storage, "latest")
+    for number in range(30):
+        committed(storage, None, name=f"trial-{number}")
+    said = r"final is without a step, trial-0 is without a step \(and 29 more like it\)"
+    with pytest.raises(NotFoundError, match=said):
+        chosen(storage, "latest")
 
 
 def test_a_damaged_one_is_no_candidate_and_that_is_logged(storage, caplog) -> None:

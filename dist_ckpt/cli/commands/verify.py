@@ -15,7 +15,7 @@ from dist_ckpt.core.commit.records.checks import find_newest_good
 from dist_ckpt.core.shard_io.read.open_files import rows_text
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.default_opener import OPENER
-from dist_ckpt.errors import CheckpointError, NotFoundError, group_similar, listed
+from dist_ckpt.errors import CheckpointError, NotFoundError, group_similar, listed, states_text
 from dist_ckpt.reports import format_count, format_size
 from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
 from dist_ckpt.runs.selectors import resolve
@@ -77,8 +77,9 @@ def _verify_all(
             with suppress(BrokenPipeError):  # continue: the exit code depends on all checks
                 _print(result)
     if not reports and not codes:
-        states = ", ".join(f"{checkpoint.path} is {checkpoint.why}" for checkpoint in not_checked)
-        raise NotFoundError(f"no committed checkpoint is in {root}: {states}. Check the path")
+        states = [f"{each.path} is {each.why}" for each in not_checked]
+        text = f"no committed checkpoint is in {root}: {states_text(states)}. Check the path"
+        raise NotFoundError(text)
     num_damaged = sum(not report.ok for report in reports)
     with output.exit_with(output.FINDING if num_damaged else min(codes, default=output.FINE)):
         if as_json:

@@ -20,7 +20,7 @@ from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.format.index.model_description import config_of, kind_of
 from dist_ckpt.core.format.objects.plain_codec import decode_value, encode_value
 from dist_ckpt.core.format.strict_json import is_text
-from dist_ckpt.core.loading.load import load_together
+from dist_ckpt.core.loading.load import advice_on_damage, load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.state.tensors.plain_torch import make
@@ -72,7 +72,7 @@ def build(
     Otherwise raises the errors of `dc.load` and of the function.
     """
     session = session_of(group)
-    with ExitStack() as leases:
+    with ExitStack() as leases, advice_on_damage(session):
         description, model = _make_model(session, path, table, component, opener, leases)
         kind, include = description.kind, f"{glob.escape(component)}.*"
         # The load compares both: a checkpoint that replaced this one may be of another kind.

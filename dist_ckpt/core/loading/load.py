@@ -12,8 +12,8 @@ from __future__ import annotations
 import logging
 import posixpath
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import reduce
 
@@ -147,7 +147,20 @@ def load(
         kind=kind,
     )
     session = session_of(group)
-    return load_together(session, state, path, options, memory=opener.memory, opener=opener)
+    with advice_on_damage(session):
+        return load_together(session, state, path, options, memory=opener.memory, opener=opener)
+
+
+@contextmanager
+def advice_on_damage(session: Session) -> Iterator[None]:
+    """Name the newest good checkpoint of the run in an error of a load. Rank 0 only."""
+    try:
+        yield
+    except CorruptError as error:
+        if session.channel.rank == COORDINATOR and error.path is not None:
+            checkpoint = posixpath.dirname(posixpath.dirname(error.path))
+            name_newest_good(error, open_storage(error.path)[0], checkpoint)
+        raise
 
 
 def load_together(
@@ -174,11 +187,9 @@ def load_together(
             _log.warning("%s: %s. Everything is now read from storage", sources_text(path), reason)
         return _load(replace(call, memory=NOTHING_IN_MEMORY))
     except CorruptError as error:
-        if session.channel.rank == COORDINATOR and error.path is not None:
-            there = storage or open_storage(error.path)[0]
-            if options.record_check:
-                record_damage(there, error)
-            name_newest_good(error, there, posixpath.dirname(posixpath.dirname(error.path)))
+        is_recorder = options.record_check and session.channel.rank == COORDINATOR
+        if is_recorder and error.path is not None:
+            record_damage(storage or open_storage(error.path)[0], error)
         raise
 
 

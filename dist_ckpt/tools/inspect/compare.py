@@ -15,7 +15,7 @@ from dist_ckpt.core.commit.records.record_store import can_keep_records
 from dist_ckpt.core.format.filenames import BACKUP, RESERVED_NAMES
 from dist_ckpt.core.format.index.model_description import iterate_leaves
 from dist_ckpt.core.storage import Storage, open_storage
-from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError, listed
+from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError, states_text
 from dist_ckpt.runs.listing import is_run_folder, list_run
 
 _log = logging.getLogger("dist_ckpt")
@@ -131,7 +131,7 @@ def _summarize_run(storage: Storage, folder: str, metric: str | None, sign: int)
     alive = listing.usable or [info for info in committed if info.step is None]
     if not alive:
         states = [f"{info.name} is {info.state}" for info in listing.checkpoints if info not in bad]
-        problems.insert(0, f"no checkpoint{f': {listed(states)}' if states else ''}")
+        problems.insert(0, f"no checkpoint{f': {states_text(states)}' if states else ''}")
         return replace(summary, problems=tuple(problems))
     newest = alive[-1]
     values = [(info, info.metrics.get(metric or "", nan)) for info in alive]
