@@ -43,7 +43,7 @@ from dist_ckpt.core.commit.attempts import (
     write_small_file,
 )
 from dist_ckpt.core.commit.records.incarnations import Incarnation
-from dist_ckpt.core.commit.records.protection_protocol import check_replaceable
+from dist_ckpt.core.commit.records.protection_protocol import refuse_protected
 from dist_ckpt.core.commit.records.record_store import check_upgraded
 from dist_ckpt.core.commit.removal import read_storage_clock, remove
 from dist_ckpt.core.format.filenames import (
@@ -111,7 +111,7 @@ def attempts_to_replace(storage: Storage, path: str, *, overwrite: bool) -> tupl
         return ()
     attempts = tuple(parse_attempts(entries))
     # A claim uses the storage's clock, but that needs a write. Here this host's clock must do.
-    check_replaceable(storage, path, attempts, lambda *_: time.time())
+    refuse_protected(storage, path, attempts, lambda *_: time.time())
     return attempts
 
 
@@ -209,7 +209,7 @@ def claim(
             entries = _list_or_create(storage, path, new_folders, may_replace=may_replace)
             # A run does not check here: `remove_superseded` leaves protected attempts in place.
             if incarnation is None and not force:
-                check_replaceable(storage, path, list(parse_attempts(entries)), read_storage_clock)
+                refuse_protected(storage, path, list(parse_attempts(entries)), read_storage_clock)
             attempt = _next_attempt(entries, path, incarnation)
             try:
                 storage.make_folder(f"{path}/{attempt}")

@@ -194,10 +194,10 @@ def _size_problem(data: bytes) -> str | None:
     # A pair of an object counts as one value.
     if (count := 1 + sum(map(data.count, b",[{"))) > MAX_VALUES:
         return f"up to {count} values, where {MAX_VALUES} is the limit"
-    return memory_problem(len(data), cost_of(data))
+    return memory_problem(len(data), memory_cost(data))
 
 
-def cost_of(data: bytes) -> int:
+def memory_cost(data: bytes) -> int:
     """Return about how much memory a document takes while it is parsed."""
     text = len(data) if data.isascii() else 4 * len(data)
     return text + sum(cost * data.count(mark) for mark, cost in _COSTS.items())

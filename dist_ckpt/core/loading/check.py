@@ -39,7 +39,13 @@ from dist_ckpt.core.state.binding.bind import (
 )
 from dist_ckpt.core.state.binding.sources.multi_source import SourceView, merge_sources
 from dist_ckpt.core.state.binding.sources.rename import parse_rename
-from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scope, Scopes, tag, untag
+from dist_ckpt.core.state.binding.sources.saved_tree import (
+    SavedTree,
+    Scope,
+    Scopes,
+    tag_name,
+    untag_name,
+)
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.state.tree.state_tree import without_frozen
 from dist_ckpt.core.storage import Storage
@@ -293,7 +299,7 @@ def _list_saved_names(sources: ResolvedSources, saved: SavedTree) -> Sequence[st
     if not saved.origins:
         return sources.names
     numbered = enumerate(sources.checkpoints)
-    return [tag(number, name) for number, source in numbered for name in source.names]
+    return [tag_name(number, name) for number, source in numbered for name in source.names]
 
 
 def split_requests(wanted: Iterable[TensorRequest], saved: SavedTree) -> list[list[TensorRequest]]:
@@ -302,7 +308,7 @@ def split_requests(wanted: Iterable[TensorRequest], saved: SavedTree) -> list[li
         return [[*wanted]]
     requests: list[list[TensorRequest]] = [[] for _ in saved.origins]
     for request in wanted:
-        number, fqn = untag(request.fqn)
+        number, fqn = untag_name(request.fqn)
         requests[number].append(request._replace(fqn=fqn))
     return requests
 
@@ -332,7 +338,7 @@ def plan_and_open(
         if not saved.origins:
             return opened
         for file, items in plan.items():
-            all_plans[first + file] = tuple(replace(i, fqn=tag(number, i.fqn)) for i in items)
+            all_plans[first + file] = tuple(replace(i, fqn=tag_name(number, i.fqn)) for i in items)
             all_files[first + file] = opened.files[file]
         first += len(index.files)
     return OpenFiles(all_plans, all_files)

@@ -280,11 +280,11 @@ def _convert(window: TensorWindow, tensors: Mapping[str, ExportedTensor]) -> Ite
     if all(tensor.saved_dtype == tensor.dtype for tensor, _ in parts):
         yield window.data
         return
-    from dist_ckpt.core.shard_io.memory.torch_tensor import convert  # noqa: PLC0415  (only this needs torch)
+    from dist_ckpt.core.shard_io.memory.torch_tensor import cast_elements  # noqa: PLC0415  (only this needs torch)
 
     for tensor, data in parts:
         is_converted = tensor.saved_dtype != tensor.dtype
-        part = convert(data, tensor.saved_dtype, tensor.dtype) if is_converted else data
+        part = cast_elements(data, tensor.saved_dtype, tensor.dtype) if is_converted else data
         if part is None:
             raise IncompatibleError(
                 f"{tensor.fqn} has finite values that would be infinite in {tensor.dtype}: choose "

@@ -23,8 +23,8 @@ from dist_ckpt.core.state.tree.containers import (
     PathKey,
     child_name,
     container_entries,
+    container_kind,
     create_container,
-    kind_of,
 )
 from dist_ckpt.errors import CorruptError, IncompatibleError
 from dist_ckpt.interop.readers.restricted_pickle import PickleBudget, UnknownObject
@@ -260,14 +260,18 @@ class NestedState:
 
     def _select(self, fqn: str, value: object, budget: PickleBudget, depth: int) -> object:
         """Return a value without the dict entries that the selection excludes."""
-        if self._selection.is_everything or not isinstance(value, dict) or kind_of(value) is None:
+        if (
+            self._selection.is_everything
+            or not isinstance(value, dict)
+            or container_kind(value) is None
+        ):
             return value
         _check_depth(depth)
         names = {key: child_name(fqn, key) for key in value}
         budget.spend(sum(_NAME_COST + len(name) for name in names.values()))
         chosen = [key for key, name in names.items() if not self.excludes(name)]
         items = ((key, self._select(names[key], value[key], budget, depth + 1)) for key in chosen)
-        return create_container(kind_of(value) or "dict", items)
+        return create_container(container_kind(value) or "dict", items)
 
     def _add(self, fqn: str, value: object, pickled: Pickled, depth: int, part_of: str) -> None:
         _check_depth(depth)
@@ -279,7 +283,7 @@ class NestedState:
             self._values[fqn] = self._plain(fqn, value, pickled.budget, part_of)
             return
         pickled.budget.spend(_NAME_COST + len(fqn))
-        kind, entries = kind_of(value), container_entries(value)
+        kind, entries = container_kind(value), container_entries(value)
         if kind is None or entries is None:
             raise self._naming_error(fqn, f"a {type(value).__name__} that contains tensors")
         if strange := [key for key in entries if type(key) not in (str, int)]:
@@ -395,7 +399,7 @@ def _resolve_arrays(value: Any, budget: PickleBudget, depth: int) -> object:
         return value.value
     if type(value) is deque:
         return deque((_resolve_arrays(item, budget, depth + 1) for item in value), value.maxlen)
-    entries, kind = container_entries(value), kind_of(value)
+    entries, kind = container_entries(value), container_kind(value)
     if entries is None or kind is None:
         return value
     return create_container(

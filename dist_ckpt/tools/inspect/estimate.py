@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import time
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.planning.save.save_planner import stored_nbytes
 from dist_ckpt.core.planning.sharding_config import plan_reshard
 from dist_ckpt.core.storage import open_storage
+from dist_ckpt.core.storage.forwarding import free_nbytes
 from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import LEAST_POSITIVE, StorageError, check_number, check_whole
 from dist_ckpt.runs.policy_text import parse_rules
@@ -100,7 +100,9 @@ def estimate(  # noqa: PLR0913 - the parameters of a job
     documents = sum(file.nbytes for table in (index.objects, index.attached) for file in table)
     interval = (save_every or 1, None if step_s is None else (save_every or 1) * step_s)
     num_kept, num_at_once = _simulate(num_saves, interval, keep)
-    target = opened.path if folder is None else open_storage(folder)[1]
+    storage, target = open_storage(opened.path if folder is None else folder)
+    if (nbytes_free := free_nbytes(storage, target)) is None:
+        raise StorageError(f"{target}: its free space is unknown: give a folder on another disk")
     return Estimate(
         path=opened.path,
         world_size=world_size,
@@ -112,7 +114,7 @@ def estimate(  # noqa: PLR0913 - the parameters of a job
         num_at_once=num_at_once,
         rate=rate,
         folder=target,
-        nbytes_free=free_nbytes(target),
+        nbytes_free=nbytes_free,
     )
 
 
@@ -168,17 +170,6 @@ def _simulate(
         reasons = keep.reasons(saves)
         saves = [s for s, texts in zip(saves, reasons, strict=True) if texts or s is newest]
     return len(saves), most
-
-
-def free_nbytes(folder: str) -> int:
-    """Return the free bytes for this user at a folder. The folder may not exist yet."""
-    try:
-        existing = folder
-        while not os.path.isdir(existing) and existing != "/":
-            existing = os.path.dirname(existing)
-        return shutil.disk_usage(existing).free
-    except OSError as error:
-        raise StorageError(f"{folder}: the free space cannot be read: {error.strerror}") from error
 
 
 def measure_rate(folder: str | os.PathLike[str]) -> float:

@@ -160,5 +160,5 @@ def test_what_a_document_costs_is_known_from_its_bytes(doc: strict_json.Json) ->
     finally:
         tracemalloc.stop()
     assert parsed == doc
-    assert peak <= 1.3 * strict_json.cost_of(data)
-    assert strict_json.cost_of(data) <= 3 * peak
+    assert peak <= 1.3 * strict_json.memory_cost(data)
+    assert strict_json.memory_cost(data) <= 3 * peak

@@ -193,7 +193,7 @@ def protections_at(
     return {key[1]: texts for key in subjects if (texts := protections.of(key))}
 
 
-def check_replaceable(
+def refuse_protected(
     storage: Storage,
     path: str,
     candidates: Collection[Attempt],

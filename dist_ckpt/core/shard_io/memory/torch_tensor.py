@@ -1,7 +1,7 @@
 """A local torch tensor as the source or the target of bytes. Thread-safe.
 
-Bits are copied: tensors are viewed as integers of the same size. Only `CastTarget` and `convert`
-change values: they convert them into another dtype.
+Bits are copied: tensors are viewed as integers of the same size. Only `CastTarget` and
+`cast_elements` change values: they convert them into another dtype.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ class CastTarget:
         self._target.place(piece, box, memory, row_major_strides(box.shape))
 
 
-def convert(data: memoryview, saved: str, live: str) -> memoryview | None:
+def cast_elements(data: memoryview, saved: str, live: str) -> memoryview | None:
     """Return elements in another dtype, or None if a finite value became infinite."""
     values = torch.frombuffer(data, dtype=getattr(torch, saved))
     cast = torch.empty(values.shape, dtype=getattr(torch, live))

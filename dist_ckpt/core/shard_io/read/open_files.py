@@ -295,15 +295,15 @@ def read_encoded_objects(storage: Storage, folder: str, record: ObjectsFileRecor
     path = f"{folder}/{record.name}"
     if record.nbytes > objects_file.MAX_NBYTES:
         raise CorruptError(f"{path}: no objects file has {record.nbytes} bytes", path=path)
-    return read_document(storage, path, record)
+    return read_checked_file(storage, path, record)
 
 
 def read_attached_file(storage: Storage, folder: str, record: AttachedFileRecord) -> bytes:
     """Return the bytes of an attached file. Raises CorruptError if they have changed."""
-    return read_document(storage, f"{folder}/{record.file_name}", record)
+    return read_checked_file(storage, f"{folder}/{record.file_name}", record)
 
 
-def read_document(
+def read_checked_file(
     storage: Storage, path: str, record: ObjectsFileRecord | AttachedFileRecord
 ) -> bytes:
     """Return the bytes of a file that has one digest. Raises CorruptError if they have changed."""

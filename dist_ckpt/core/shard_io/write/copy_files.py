@@ -17,7 +17,7 @@ from dist_ckpt.core.shard_io.read.block_reads import (
     digest_problem,
     group_into_reads,
 )
-from dist_ckpt.core.shard_io.read.open_files import OpenFile, open_file, read_document
+from dist_ckpt.core.shard_io.read.open_files import OpenFile, open_file, read_checked_file
 from dist_ckpt.core.shard_io.write.shard_writer import (
     create_file,
     exists_error,
@@ -65,7 +65,7 @@ def link_or_copy_files(  # noqa: PLR0913 - files, source, target and options
         if isinstance(record, ShardFileRecord):
             _copy_shards(storage, source, index, record, f"{target}/{name}", report)
         else:
-            write_document(storage, target, name, read_document(storage, old, record))
+            write_document(storage, target, name, read_checked_file(storage, old, record))
             report(record.nbytes)
         return -1
 
@@ -111,7 +111,7 @@ def _copy_shards(
         target = create_file(storage, new, record.nbytes, stack)
         # Write the header last, as a save does: the file is invalid until then.
         for read in group_into_reads(all_blocks(file.shards, file.header.block_nbytes)):
-            data = read_blocks(source, file.path, file.header, read)
+            data = read_checked_blocks(source, file.path, file.header, read)
             target.write_at(record.header_nbytes + read.span.start, data)
             report(read.span.nbytes)
         target.write_at(0, read_at(source, file.path, 0, record.header_nbytes))
@@ -133,7 +133,9 @@ def _open_checked(
         raise CorruptError(f"{error}; use another checkpoint", path=error.path) from error
 
 
-def read_blocks(file: ReadableFile, path: str, header: ShardFile, read: BlockRead) -> memoryview:
+def read_checked_blocks(
+    file: ReadableFile, path: str, header: ShardFile, read: BlockRead
+) -> memoryview:
     """Read and check some blocks of a file. CorruptError if one is damaged."""
     data = read_at(file, path, header.header_nbytes + read.span.start, read.span.nbytes)
     for block in read.blocks:

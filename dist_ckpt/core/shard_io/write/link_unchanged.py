@@ -24,7 +24,7 @@ from dist_ckpt.core.runtime.host_memory import BufferPool
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.read.block_reads import BlockRead, all_blocks, group_into_reads
 from dist_ckpt.core.shard_io.read.open_files import naming_damaged
-from dist_ckpt.core.shard_io.write.copy_files import read_at, read_blocks, try_link
+from dist_ckpt.core.shard_io.write.copy_files import read_at, read_checked_blocks, try_link
 from dist_ckpt.core.shard_io.write.shard_writer import NullStorage, RankFiles, sync_names, write_all
 from dist_ckpt.core.storage import ReadableFile, Storage
 from dist_ckpt.core.storage.local.direct_io import drop_cached_file
@@ -175,7 +175,7 @@ def _check_file(
         decoded = decode_header(bytes(header), nbytes=nbytes, label=path)
 
     def check(read: BlockRead) -> None:  # returns nothing: `parallel_for` would keep the bytes
-        read_blocks(file, path, decoded, read)
+        read_checked_blocks(file, path, decoded, read)
 
     reads = group_into_reads(all_blocks(decoded.shards, decoded.block_nbytes))
     parallel_for(check, reads, threads=threads)

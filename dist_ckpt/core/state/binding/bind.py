@@ -39,7 +39,7 @@ from dist_ckpt.core.state.binding.template import Template, read_template
 from dist_ckpt.core.state.modules import ModulePart, ModuleState
 from dist_ckpt.core.state.tensors.local_tensors import PLAIN
 from dist_ckpt.core.state.tensors.read_tensor import is_meta
-from dist_ckpt.core.state.tree.containers import child_name, container_entries, kind_of
+from dist_ckpt.core.state.tree.containers import child_name, container_entries, container_kind
 from dist_ckpt.core.state.tree.state_tree import (
     Branch,
     ModuleLeaf,
@@ -290,7 +290,7 @@ def _bind_plain(context: BindContext, name: str, live: object) -> Value | None:
         context.report_mismatch(name, "a value without tensors")
         return None
     children = {key: PlainLeaf(item) for key, item in entries.items()}
-    return _bind_branch(context, name, Branch(kind_of(live) or "dict", live, children))
+    return _bind_branch(context, name, Branch(container_kind(live) or "dict", live, children))
 
 
 def _bind_per_rank(context: BindContext, name: str, wrapper: PerRank | RNG) -> None:

@@ -28,8 +28,8 @@ from dist_ckpt.core.state.tree.containers import (
     MAX_DEPTH,
     child_name,
     container_entries,
+    container_kind,
     create_container,
-    kind_of,
 )
 from dist_ckpt.errors import IncompatibleError
 
@@ -75,7 +75,7 @@ def without_tensors(value: object, fqn: str, depth: int = 0) -> object:
         return _placeholder(from_numpy(value, fqn, writable=False), fqn, "numpy")
     if isinstance(value, torch.Tensor):
         return _placeholder(value, fqn, "tensor")
-    entries, kind = container_entries(value), kind_of(value)
+    entries, kind = container_entries(value), container_kind(value)
     if entries is None or kind is None:
         return value
     return create_container(

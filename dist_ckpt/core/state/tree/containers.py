@@ -33,7 +33,7 @@ _KINDS: Mapping[type, str] = {
 _TYPES = {kind: cls for cls, kind in _KINDS.items()}
 
 
-def kind_of(value: object) -> str | None:
+def container_kind(value: object) -> str | None:
     """Return the kind of a container that may hold tensors, or None for anything else."""
     if type(value) is defaultdict:
         names = [name for name, cls in FACTORIES.items() if cls is value.default_factory]
@@ -47,7 +47,7 @@ def is_mapping(kind: str) -> bool:
 
 
 def check_kind(kind: str) -> None:
-    """Raise IncompatibleError for a kind that `kind_of` never returns."""
+    """Raise IncompatibleError for a kind that `container_kind` never returns."""
     factory = kind.removeprefix(_DEFAULT)
     if kind not in _TYPES and (factory == kind or factory not in FACTORIES):
         raise IncompatibleError(
@@ -64,7 +64,7 @@ def create_container(kind: str, items: Iterable[tuple[PathKey, object]]) -> obje
 
 def container_entries(value: object) -> Mapping[PathKey, object] | None:
     """Return the values of a container by key, or None for anything else."""
-    if kind_of(value) is None:
+    if container_kind(value) is None:
         return None
     assert isinstance(value, Mapping | list | tuple)
     return value if isinstance(value, Mapping) else dict(enumerate(value))

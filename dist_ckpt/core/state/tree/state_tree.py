@@ -44,8 +44,8 @@ from dist_ckpt.core.state.tree.containers import (
     State,
     child_name,
     container_entries,
+    container_kind,
     is_mapping,
-    kind_of,
 )
 from dist_ckpt.core.state.wrappers import RNG, Named, PerRank
 from dist_ckpt.errors import CheckpointError
@@ -238,7 +238,7 @@ def read_state(state: State) -> Branch:
             f"the state is a {type(state).__name__}: give a mapping such as "
             "{'model': model, 'optim': optimizer}"
         )
-    return Branch(kind_of(state) or "dict", state, _children(dict(state), "", (id(state),)))
+    return Branch(container_kind(state) or "dict", state, _children(dict(state), "", (id(state),)))
 
 
 def read_value(value: object, fqn: str, above: tuple[int, ...] = ()) -> Tree:
@@ -342,11 +342,11 @@ def _read_container(
         if (whole := merge_states(states)) is not None:
             return _read_module(whole, fqn, above)
         models = (_read_module(state, child_name(fqn, n), above) for n, state in enumerate(states))
-        return Branch(kind_of(value) or "list", value, dict(enumerate(models)))
+        return Branch(container_kind(value) or "list", value, dict(enumerate(models)))
     children = _children(entries, fqn, above)
     if all(isinstance(child, PlainLeaf) for child in children.values()):
         return PlainLeaf(value)
-    return Branch(kind_of(value) or "dict", value, children)
+    return Branch(container_kind(value) or "dict", value, children)
 
 
 def _leaf(value: object, fqn: str) -> Tree | None:

@@ -15,13 +15,13 @@ from dist_ckpt.core.format.index.index import Catalog, Key, TensorRecord
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.selection import names_above
 from dist_ckpt.core.state.binding.sources.saved_tree import (
-    GROUPS,
+    GROUPS_INFIX,
     SavedTree,
     Scope,
     SourceCatalog,
     optimizer_name,
     state_name,
-    tag,
+    tag_name,
 )
 from dist_ckpt.core.state.tree.containers import RECORD, PathKey, child_name, is_mapping
 
@@ -50,7 +50,9 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
     allocation = _Allocation()
     provided = [allocation.allocate(view) for view in views]
     leaves = {
-        name: tag(names.number, fqn) for names in provided for name, fqn in names.leaves.items()
+        name: tag_name(names.number, fqn)
+        for names in provided
+        for name, fqn in names.leaves.items()
     }
     kinds, entries = _merge_containers(provided)
     problems = [f"{view.scope.path}: {text}" for view in views for text in view.saved.problems]
@@ -65,7 +67,7 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
         numpy=frozenset(
             name for names in provided for name in names.saved.numpy & names.leaves.keys()
         ),
-        main={tag(n, fqn): value for n, main in mains.items() for fqn, value in main.items()},
+        main={tag_name(n, fqn): value for n, main in mains.items() for fqn, value in main.items()},
         read=_merge_readers({view.number: view.saved.read for view in views}),
         dropped=tuple(dict.fromkeys(name for view in views for name in view.saved.dropped)),
         problems=(*problems, *allocation.clashes()),
@@ -176,7 +178,7 @@ class _Allocation:
             if remaining and view.scope.provides(group):
                 number = self.numbers[key, optimizer]
                 self.numbers[key, optimizer] = number + 1
-                moved[group] = new = f"{optimizer}{GROUPS}{number}"
+                moved[group] = new = f"{optimizer}{GROUPS_INFIX}{number}"
                 renumbered[new] = remaining
         if not moved:
             return saved
@@ -280,9 +282,9 @@ def _merge_catalogs(origins: Sequence[SourceCatalog]) -> Catalog:
         for fqn, record in catalog.tensors.items():
             if id(record) not in records:  # equal tensors mostly share a record
                 records[id(record)] = replace(record, layout=record.layout + len(layouts))
-            tensors[tag(number, fqn)] = records[id(record)]
+            tensors[tag_name(number, fqn)] = records[id(record)]
         layouts += catalog.layouts
-        here = partial(tag, number)
+        here = partial(tag_name, number)
         aliases |= {here(alias): here(fqn) for alias, fqn in catalog.aliases.items()}
         parameters |= {here(fqn): is_trained for fqn, is_trained in catalog.parameters.items()}
         values |= {here(fqn): rank * len(origins) + number for fqn, rank in catalog.values.items()}
@@ -308,8 +310,8 @@ def _merge_readers(
         rank, number = divmod(file, len(reads))
         stored = reads[number](rank)
         return ObjectsFile(
-            values={tag(number, fqn): value for fqn, value in stored.values.items()},
-            per_rank={tag(number, fqn): of for fqn, of in stored.per_rank.items()},
+            values={tag_name(number, fqn): value for fqn, value in stored.values.items()},
+            per_rank={tag_name(number, fqn): of for fqn, of in stored.per_rank.items()},
         )
 
     return read

@@ -24,16 +24,16 @@ from dist_ckpt.errors import CorruptError
 
 _TAG = "source "
 _PARAMS = ".params"
-GROUPS = ".param_groups."
+GROUPS_INFIX = ".param_groups."
 _GROUP = re.compile(r"(?:.*\.)?param_groups\.[0-9]+", re.DOTALL)
 
 
-def tag(number: int, fqn: str) -> str:
+def tag_name(number: int, fqn: str) -> str:
     """Return the name of an entry with a tag for its checkpoint, by the checkpoint's number."""
     return f"{_TAG}{number}: {fqn}"
 
 
-def untag(name: str) -> tuple[int, str]:
+def untag_name(name: str) -> tuple[int, str]:
     """Split a tagged name into the number of its checkpoint and its name there."""
     number, _, fqn = name[len(_TAG) :].partition(": ")
     return int(number), fqn
@@ -142,7 +142,7 @@ class SavedTree:
             return 0
         fqns = (self.leaves[above] for above in names_above(name) if above in self.leaves)
         fqn = next(fqns, None) or next((self.leaves[leaf] for leaf in self.below(name)), None)
-        return 0 if fqn is None else untag(fqn)[0]
+        return 0 if fqn is None else untag_name(fqn)[0]
 
     def source_text(self, name: str) -> str:
         """Return a text with the checkpoint of a name, among several; "" for a single one."""
@@ -340,12 +340,12 @@ def _read_groups(catalog: Catalog, main: ObjectsFile) -> dict[str, Sequence[str]
 
 def optimizer_name(group: str) -> str:
     """Return the name of the optimizer that has a group; without one, the group's name."""
-    return group[: group.rindex(GROUPS)] if GROUPS in group else group
+    return group[: group.rindex(GROUPS_INFIX)] if GROUPS_INFIX in group else group
 
 
 def state_name(group: str) -> str:
     """Return the name of the state of a group's parameters: `optim.state`."""
-    return f"{optimizer_name(group)}.state" if GROUPS in group else group
+    return f"{optimizer_name(group)}.state" if GROUPS_INFIX in group else group
 
 
 def _rename_groups(
