@@ -126,13 +126,13 @@ class Resume:
                 number = self._record_incarnation(state, restored, why, at)
         finally:
             self._leases.close()
-        if self._listing is not None:
-            _report_newer(self._listing, -1 if restored is None else restored.step)
         if self.session.channel.rank == COORDINATOR:
             begin = "begins anew" if restored is None else f"resumes from step {restored.step}"
             _log.info("%s: incarnation %d %s: %s", self.root, number, begin, why)
             if restored is not None:  # whatever the logging is set to
                 sys.stderr.write(f"dist_ckpt: {self.root} {begin}: {why}\n")
+            if self._listing is not None:
+                _report_newer(self._listing, -1 if restored is None else restored.step, at)
         if restored is None:
             return Resumed(None, number)
         is_durable = restored in listing.candidates
@@ -381,20 +381,21 @@ class Resume:
         return record.number
 
 
-def _report_newer(listing: Listing, step: int) -> None:
+def _report_newer(listing: Listing, step: int, at: str | None) -> None:
     """Name on stderr the steps above the restore point, and those that no save can replace."""
-    newer = [
-        info
-        for info in listing.checkpoints
-        if (_step_in_name(info.name) if info.step is None else info.step) > step
-    ]
-    lines = [
-        f"{info.path} is a link to {info.link}. This run cannot save that step again, unless you "
-        f"remove the link: rm {shlex.quote(info.path)}"
-        for info in newer
-        if info.link is not None
-    ]
-    if passed := [f"{info.name} ({describe_exclusion(info)})" for info in newer]:
+    passed, lines = [], []
+    for info in listing.checkpoints:
+        if (_step_in_name(info.name) if info.step is None else info.step) <= step:
+            continue
+        # Unless a step is requested, only damage found by the load excludes such a checkpoint.
+        is_damaged = at is None and info.where is not None and not info.is_orphaned
+        passed.append(f"{info.name} ({'damaged' if is_damaged else describe_exclusion(info)})")
+        if info.link is not None:
+            lines.append(
+                f"{info.path} is a link to {info.link}. This run cannot save that step again, "
+                f"unless you remove the link: rm {shlex.quote(info.path)}"
+            )
+    if passed:
         lines.insert(0, f"{listing.root} passes over newer steps: {listed(passed)}")
     sys.stderr.writelines(f"dist_ckpt: {line}\n" for line in lines)
 

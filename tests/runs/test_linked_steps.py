@@ -27,7 +27,7 @@ from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CheckpointError, CorruptError, ExistsError
 from dist_ckpt.runs import prune
 from dist_ckpt.tools.report.write_report import report_facts
-from run_training import fresh, steps_in, train
+from run_training import damage, fresh, steps_in, train
 
 __all__ = ["run"]
 
@@ -395,7 +395,7 @@ def test_a_rewind_warns_of_a_linked_step_and_a_save_of_it_is_refused(
     assert tree(moved.parent / "bulk") == before
 
 
-@pytest.mark.parametrize("newer", ["dangling", "damaged", "open", "orphaned"])
+@pytest.mark.parametrize("newer", ["dangling", "damaged", "rotten", "open", "orphaned"])
 def test_a_resume_that_passes_over_anything_newer_says_so(
     moved: Path, capsys: pytest.CaptureFixture[str], newer: str
 ) -> None:
@@ -404,6 +404,8 @@ def test_a_resume_that_passes_over_anything_newer_says_so(
     elif newer == "damaged":
         (index,) = (moved / NEWEST).glob("a*/index.json")
         index.write_text("{}")
+    elif newer == "rotten":
+        damage(moved, 30)
     elif newer == "open":
         (moved / NEWEST).unlink()
         open_attempt(moved / NEWEST)
@@ -411,7 +413,7 @@ def test_a_resume_that_passes_over_anything_newer_says_so(
         trained(moved, 20, at="@10")
     capsys.readouterr()
     assert trained(moved, 20) == []
-    state = "damaged" if newer == "dangling" else newer
+    state = newer if newer in ("open", "orphaned") else "damaged"
     line = f"dist_ckpt: {moved} passes over newer steps: {NEWEST} ({state})"
     assert line in capsys.readouterr().err.splitlines()
 
