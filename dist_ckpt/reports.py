@@ -76,7 +76,9 @@ class SaveReport:
     make them durable: `slowest_s` seconds. `nbytes_receipt` is the size of this rank's receipt,
     which grows with the number of files. It is a part of the bytes of `exchanges`, and 0 on the
     coordinator. `num_linked` files with `nbytes_linked` bytes were linked from an older checkpoint,
-    not written. `num_unchecked` tensors of an import had no checksum in its source.
+    not written. Of `num_sampled` replicas on this rank only a sample was compared with the copies
+    of other ranks: see `check_replicas` of `dc.save`. `num_unchecked` tensors of an import had no
+    checksum in its source.
     """
 
     path: str
@@ -97,6 +99,7 @@ class SaveReport:
     num_linked: int = 0
     nbytes_linked: int = 0
     num_unchecked: int = 0
+    num_sampled: int = 0
 
     @property
     def total_s(self) -> float:
@@ -119,7 +122,8 @@ class SaveReport:
             f"{format_count(self.world_size, 'rank')} in {self.total_s:.3g} s "
             f"({format_size(_rate(self.nbytes, self.total_s))}/s; "
             f"write {self.slowest_s:.3g} s{_slowest(self.world_size, self.slowest_rank)}"
-            f"{f'; {format_size(self.nbytes_linked)} linked' if self.num_linked else ''})"
+            f"{f'; {format_size(self.nbytes_linked)} linked' if self.num_linked else ''}"
+            f"{f'; {self.num_sampled} replicas sampled' if self.num_sampled else ''})"
         )
 
 

@@ -28,7 +28,7 @@ from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.process import find_process
 from dist_ckpt.core.runtime.public_names import refuse_old_attributes, refuse_old_parameters
 from dist_ckpt.core.saving.attachments import Attachments
-from dist_ckpt.core.saving.save import SaveOptions
+from dist_ckpt.core.saving.save import CheckReplicas, SaveOptions
 from dist_ckpt.core.state.tree.containers import MutableState, State
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import check_number
@@ -168,6 +168,7 @@ class AsyncSaver:
         kind: str | None = None,
         attach: Attachments | None = None,
         link_unchanged: str | Sequence[str] = (),
+        check_replicas: CheckReplicas = "sample",
     ) -> SaveHandle:
         """Save a state as the checkpoint at `path`. Collective: every rank calls this.
 
@@ -191,6 +192,7 @@ class AsyncSaver:
             kind=kind,
             attach=attach,
             link_unchanged=link_unchanged,
+            check_replicas=check_replicas,
         )
         return self.save_with(state, path, options)
 

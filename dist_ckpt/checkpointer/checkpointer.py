@@ -20,6 +20,7 @@ from dist_ckpt.core.loading.load_options import Sources
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.saving.attachments import Attachments
+from dist_ckpt.core.saving.save import CheckReplicas
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.errors import check_whole
 from dist_ckpt.runs.metrics import parse_metrics
@@ -63,7 +64,7 @@ class Checkpointer:
     attachments of its checkpoint, as for `dc.save`. It is called on rank 0 when the step is saved.
     `include`, `exclude` and `include_frozen` select the part of the state that is saved and
     resumed, as in `dc.save` and `dc.load`. Tensors that match `link_unchanged`, such as frozen
-    weights, are linked instead of written.
+    weights, are linked instead of written. `check_replicas` is that of `dc.save`.
 
     With `background` a separate process writes: see `dc.AsyncSaver`. A failed save is logged once,
     with the newest durable checkpoint, and tried again. `on_failure` is "warn", "raise", or a
@@ -98,6 +99,7 @@ class Checkpointer:
         exclude: str | Sequence[str] | None = None,
         include_frozen: bool = True,
         link_unchanged: str | Sequence[str] = (),
+        check_replicas: CheckReplicas = "sample",
         on_commit: Callable[[Checkpoint], object] | None = None,
         on_failure: OnFailure = "warn",
         max_failures: int = 3,
@@ -131,6 +133,7 @@ class Checkpointer:
             exclude=exclude,
             include_frozen=include_frozen,
             link_unchanged=link_unchanged,
+            check_replicas=check_replicas,
             on_commit=on_commit,
             on_failure=on_failure,
             max_failures=max_failures,

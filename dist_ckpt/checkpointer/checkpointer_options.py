@@ -16,6 +16,7 @@ from dist_ckpt.core.planning.selection import parse_patterns
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.saving.attachments import Attachments
+from dist_ckpt.core.saving.save import CheckReplicas, check_replicas_option
 from dist_ckpt.errors import LEAST_POSITIVE, check_flag, check_number, check_whole
 from dist_ckpt.runs.retention_policy import RetentionPolicy
 
@@ -41,6 +42,7 @@ class RunArguments(Message, frozen=True):
     free_first: bool
     stop_within_s: float
     link_unchanged: tuple[str, ...]
+    check_replicas: str
     chosen: str
 
 
@@ -64,6 +66,7 @@ class RunOptions:
     exclude: str | Sequence[str] | None = None
     include_frozen: bool = True
     link_unchanged: str | Sequence[str] = ()
+    check_replicas: CheckReplicas = "sample"
     on_commit: Callable[[Checkpoint], object] | None = None
     on_failure: OnFailure = "warn"
     max_failures: int = 3
@@ -112,6 +115,7 @@ class RunOptions:
 
     def _check_flags(self) -> None:
         self.load_options().selection()
+        check_replicas_option(self.check_replicas)
         for name in ("must_exist", "read_only", "background", "init_strict", "free_first"):
             check_flag(name, getattr(self, name))
         if self.init is not None:
@@ -144,5 +148,6 @@ class RunOptions:
             free_first=self.free_first,
             stop_within_s=float(self.stop_within_s),
             link_unchanged=parse_patterns(self.link_unchanged, "link_unchanged"),
+            check_replicas=self.check_replicas,
             chosen=str(self.load_options().selection()),
         )

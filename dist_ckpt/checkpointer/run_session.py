@@ -140,6 +140,7 @@ class RunSaves:
             kind=run.kind,
             attach=None if attach is None else partial(attach, step),  # called during the save
             link_unchanged=run.link_unchanged,
+            check_replicas=run.check_replicas,
             incarnation=self.incarnation,
             boundary=boundary,
             is_urgent=is_urgent,

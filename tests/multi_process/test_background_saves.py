@@ -22,6 +22,7 @@ from dist_ckpt.async_save.snapshots.job_folder import SHARED_MEMORY, JobFolder
 from dist_ckpt.async_save.trainer import background_save, writer_handle
 from long_mode import IS_LONG
 from ranks import run_ranks
+from tests.core.saving.test_local_save_state import NBYTES, beside_the_sample
 
 pytestmark = pytest.mark.multi_process
 
@@ -310,6 +311,23 @@ def test_a_trainer_that_is_frozen_while_it_stages_is_named_by_all_and_saves_agai
         assert " is stopped) has staged nothing more of " in message
         assert is_saved
     assert dc.open(f"{tmp_path}/root/a").step == 2
+
+
+def save_unequal_replicas(rank: int, root: str, job: str) -> list[str]:
+    w = torch.zeros(NBYTES, dtype=torch.uint8)
+    w[beside_the_sample()] = rank
+    with dc.AsyncSaver(root, job=job) as saver:
+        errors = [
+            saver.save({"w": w}, folder_of(root, step), step=step).exception() for step in (1, 2)
+        ]
+    return [type(error).__name__ for error in errors]
+
+
+def test_replicas_that_a_background_save_refused_are_compared_in_full_again(
+    tmp_path: Path, job: str
+) -> None:
+    found = run_ranks(save_unequal_replicas, str(tmp_path), job, world_size=2, environ=CALM)
+    assert found == [["UnequalReplicasError"] * 2] * 2
 
 
 def save_a_state_that_cannot_be_saved(rank: int, root: str, job: str) -> list[Any]:

@@ -584,6 +584,7 @@ def open_with(rank: int, root: str, name: str) -> tuple[str, str]:
         "background": {"background": rank == 1},
         "max_failures": {"max_failures": rank},
         "free_first": {"free_first": rank == 1},
+        "check_replicas": {"check_replicas": ("all", "sample")[rank]},
         "stop_within_s": {"stop_within_s": 5.0 + rank},
         "on_failure": {"on_failure": ("warn", "raise")[rank]},
         "init": {"init": f"{root}-{rank}"},
@@ -604,7 +605,7 @@ def open_with(rank: int, root: str, name: str) -> tuple[str, str]:
     "name",
     [
         *("save", "keep", "root", "read_only", "background", "max_failures", "stop_within_s"),
-        *("on_failure", "init", "free_first", "bad"),
+        *("on_failure", "init", "free_first", "check_replicas", "bad"),
     ],
 )
 def test_options_that_differ_between_ranks_are_an_error_on_all(name: str, root: Path) -> None:

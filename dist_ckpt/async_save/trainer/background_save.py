@@ -33,7 +33,13 @@ from dist_ckpt.core.planning.plan import Batch, BatchPart, FilePlan, Inventory
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.host_memory import address_of, copy, move
 from dist_ckpt.core.runtime.threads import parallel_for, stream_results
-from dist_ckpt.core.saving.agreement import AgreedPlan, SaveAgreement, SaveArguments, agree
+from dist_ckpt.core.saving.agreement import (
+    AgreedPlan,
+    SaveAgreement,
+    SaveArguments,
+    SaveCache,
+    agree,
+)
 from dist_ckpt.core.saving.attachments import read_attached
 from dist_ckpt.core.saving.local_save_state import LocalSaveState
 from dist_ckpt.core.saving.save import SaveOptions
@@ -246,6 +252,9 @@ def save_in_background(
     if start is None:
         return SaveHandle(str(path), options.step)
     job, is_agreed = get_job(), False
+    if job.writer.has_unequal_replicas:
+        # With a new plan, this save compares in full again.
+        session.cache(SaveCache).plan, job.writer.has_unequal_replicas = None, False
     try:
         with phases.phase("agree"):
             job.remove_stale_folders(has_all_ranks=True)
@@ -262,7 +271,8 @@ def save_in_background(
             job.writer.end_pause(start.queued, drop=is_agreed)
     with phases.phase("stage"):
         save = _stage(prepared, save_id)
-    report = _make_report_merger(session, phases.seconds)
+    num_sampled = prepared.local_state.num_sampled
+    report = _make_report_merger(session, phases.seconds, num_sampled)
     return SaveHandle(prepared.arguments.path, options.step, job.writer, save, report)
 
 
@@ -305,7 +315,7 @@ class _BackgroundPreparation:
             saved_by=fields.saved_by,
             began_at=self.start.began_at,
             inventories=plan.inventories,
-            replicas=local_state.replica_digests(plan.save_plan),
+            replicas=options.replica_digests(local_state, plan),
             incarnation=options.incarnation,
         )
         self.snapshot = layout.Snapshot(
@@ -404,7 +414,7 @@ def _abort(job: Job, save: BackgroundSave, error: BaseException) -> None:
 
 
 def _make_report_merger(
-    session: Session, seconds: Mapping[str, float]
+    session: Session, seconds: Mapping[str, float], num_sampled: int
 ) -> Callable[[SaveReport], SaveReport]:
     """Return a function that adds the trainer's part to the report of the writer."""
     # The handle keeps these values, and nothing of the state.
@@ -416,6 +426,7 @@ def _make_report_merger(
             seconds={**staged_s, **written.seconds},
             exchanges=exchanges.plus_all(written.exchanges),
             collectives=collectives,
+            num_sampled=num_sampled,
         )
 
     return report

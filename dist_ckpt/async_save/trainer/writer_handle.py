@@ -22,7 +22,7 @@ from dist_ckpt.async_save.writer import messages
 from dist_ckpt.core.comm.messages import Failure, build_error
 from dist_ckpt.core.runtime.process import running_time
 from dist_ckpt.core.runtime.threads import run_after_fork
-from dist_ckpt.errors import RankError, StorageError
+from dist_ckpt.errors import RankError, StorageError, UnequalReplicasError
 from dist_ckpt.reports import SaveReport
 
 _log = logging.getLogger("dist_ckpt")
@@ -174,6 +174,8 @@ class WriterHandle:
         self.newest_at = 0.0
         # The store where it meets the other writers.
         self.joined: messages.StoreAddress | None = None
+        # A save has failed because replicas differ, and none has begun since.
+        self.has_unequal_replicas = False
         run_after_fork(self._detach_in_child)
 
     def ensure_running(self) -> None:
@@ -351,6 +353,8 @@ class WriterHandle:
             self.is_last_committed = message.report is not None
             if message.failure is not None:
                 self.joined = None  # the writers may be out of step after a failure
+                if message.failure.kind == UnequalReplicasError.__name__:
+                    self.has_unequal_replicas = True
             self.has_committed = self.has_committed or self.is_last_committed
 
     def _close_link(self) -> None:

@@ -382,6 +382,7 @@ class Transaction:
         reads: IoCount,
         writes: IoCount,
         collectives: IoCount | None = None,
+        num_sampled: int = 0,
     ) -> SaveReport:
         """Return and log the report of the committed transaction.
 
@@ -398,6 +399,7 @@ class Transaction:
             nbytes_receipt=self.nbytes_receipt,
             storage_reads=reads,
             storage_writes=writes,
+            num_sampled=num_sampled,
             **asdict(decision),
         )
         phases.done(report)

@@ -68,6 +68,7 @@ class SaveArguments(Message, frozen=True):
     root: str
     incarnation_number: int
     boundary: int | None
+    check_replicas: str = "sample"
 
     @property
     def incarnation(self) -> Incarnation | None:

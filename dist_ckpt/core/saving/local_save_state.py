@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -44,6 +44,8 @@ from dist_ckpt.core.state.tree.containers import State
 _WHOLE_NBYTES = 1 << 20
 _BLOCK_NBYTES = 64 << 10
 _BLOCKS = _WHOLE_NBYTES // _BLOCK_NBYTES
+# The copies of this many bytes are compared in full by the first save of a layout.
+FIRST_NBYTES = 256 << 20
 # A multiple of the size of every dtype.
 _ITEM_NBYTES = 16
 
@@ -128,6 +130,7 @@ class LocalSaveState:
     def __init__(self, session: Session, state: LocalState) -> None:
         self.inventory = state.inventory
         self.unmatched = state.unmatched
+        self.num_sampled = 0  # replicas of which only a sample was compared
         self._cache = session.cache(_RankCache)
         self._rank = session.channel.rank
         self.local = state
@@ -197,12 +200,18 @@ class LocalSaveState:
             objects=objects,
         )
 
-    def replica_digests(self, plan: SavePlan) -> ReplicaDigests:
-        """Return the digests of this rank's members of each replica group, by the group's id."""
+    def replica_digests(self, plan: SavePlan, *, whole_nbytes: float) -> ReplicaDigests:
+        """Return the digests of this rank's members of each replica group, by the group's id.
+
+        The first `whole_nbytes` bytes of a group are digested in full, all others by sample.
+        """
+        self.num_sampled = 0
         part = self._rank_plan(plan)
         # The id of a group is a digest of its ranks. Its members follow from the plan.
         ids = [document_digest(repr(group.ranks).encode()) for group in part.groups]
-        digests = [tuple(self._digests(group, part.cells).items()) for group in part.groups]
+        digests = [
+            tuple(self._digests(group, part.cells, whole_nbytes).items()) for group in part.groups
+        ]
         return tuple(zip(ids, digests, strict=True))
 
     def _rank_plan(self, plan: SavePlan) -> RankPlan:
@@ -217,13 +226,18 @@ class LocalSaveState:
         source = self.local.source(fqn, cell_number)
         return source if part is None else source.part(part)
 
-    def _digests(self, group: ReplicaGroup, cells: CellNumbers) -> dict[str, str]:
+    def _digests(
+        self, group: ReplicaGroup, cells: CellNumbers, whole_nbytes: float
+    ) -> dict[str, str]:
         """Digest this rank's copy of each member of a replica group, by name."""
         digests = {}
         for fqn, cell in group.cells:
             name = f"{fqn}[{cell}]"
             source = self._source_of((find_origin(cells, fqn, cell),), 0)
-            digests[name] = digest_sample(source, name)
+            whole_nbytes -= source.nbytes
+            is_whole = whole_nbytes >= 0
+            self.num_sampled += not is_whole and source.nbytes > _WHOLE_NBYTES
+            digests[name] = digest_whole(source) if is_whole else digest_sample(source, name)
         values = {**self.local.per_rank, **self.local.values}
         digests |= {fqn: document_digest(encode_value(values[fqn])) for fqn in group.values}
         return digests
@@ -267,10 +281,19 @@ def digest_sample(source: CellSource, name: str) -> str:
     The offsets of the blocks follow from the size and `name`, so `name` must be the same on all
     ranks.
     """
-    scratch = memoryview(bytearray(min(_BLOCK_NBYTES, source.nbytes)))
+    return _digest_blocks(source, _sample_offsets(source.nbytes, name), _BLOCK_NBYTES)
+
+
+def digest_whole(source: CellSource) -> str:
+    """Return the digest of all bytes."""
+    return _digest_blocks(source, range(0, source.nbytes, _WHOLE_NBYTES), _WHOLE_NBYTES)
+
+
+def _digest_blocks(source: CellSource, offsets: Iterable[int], nbytes: int) -> str:
+    scratch = memoryview(bytearray(min(nbytes, source.nbytes)))
     digests = [
-        block_digest(source.read(start, min(start + _BLOCK_NBYTES, source.nbytes), scratch))
-        for start in _sample_offsets(source.nbytes, name)
+        block_digest(source.read(start, min(start + nbytes, source.nbytes), scratch))
+        for start in offsets
     ]
     return document_digest(f"{source.nbytes} {' '.join(digests)}".encode())
 

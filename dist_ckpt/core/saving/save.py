@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from math import isfinite
+from math import inf, isfinite
+from typing import Literal, get_args
 
 import torch
 from torch.distributed import ProcessGroup
@@ -26,7 +27,7 @@ from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.model_description import add_description, check_description
 from dist_ckpt.core.format.objects.plain_codec import check_plain, encode_value
 from dist_ckpt.core.format.strict_json import Scalar, is_text
-from dist_ckpt.core.planning.plan import FileReceipt, Inventory
+from dist_ckpt.core.planning.plan import FileReceipt, Inventory, ReplicaDigests
 from dist_ckpt.core.planning.selection import Selection, parse_patterns, parse_selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.public_names import refuse_old_parameters
@@ -39,17 +40,21 @@ from dist_ckpt.core.saving.agreement import (
 )
 from dist_ckpt.core.saving.attachments import Attachments, ReadAttachments, read_attached
 from dist_ckpt.core.saving.carry_over import CarryOver, CarrySource, open_source
-from dist_ckpt.core.saving.local_save_state import LocalSaveState, StateReader
+from dist_ckpt.core.saving.local_save_state import FIRST_NBYTES, LocalSaveState, StateReader
 from dist_ckpt.core.shard_io.write.link_unchanged import SavedFiles, write_or_link
 from dist_ckpt.core.state.tree.containers import State
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.forwarding import CountingStorage
-from dist_ckpt.errors import check_flag, check_whole
+from dist_ckpt.errors import UnequalReplicasError, check_flag, check_whole
 from dist_ckpt.reports import IoCount, LoadReport, Phases, SaveReport
 
 # The objects file has the user's metadata. The index has a copy of its short scalars, so that a
 # listing reads one document.
 MAX_MIRRORED_CHARS = 1024
+
+
+# "all" compares every byte of replicas; "sample" does so only in the first save of a layout.
+CheckReplicas = Literal["sample", "all"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +77,7 @@ class SaveOptions:
     attach: Attachments | ReadAttachments | None = None
     link_unchanged: str | Sequence[str] = ()
     carry_over: LoadReport | None = None
+    check_replicas: CheckReplicas = "sample"
     incarnation: Incarnation | None = None
     boundary: int | None = None
     is_urgent: Callable[[], bool] = bool
@@ -91,6 +97,7 @@ class SaveOptions:
             check_plain(dict(self.metadata), "metadata")
         check_description(self.metadata, self.config, self.kind)
         parse_patterns(self.link_unchanged, "link_unchanged")
+        check_replicas_option(self.check_replicas)
 
     def all_metadata(self) -> dict[str, object]:
         """Return the metadata with `config` and `kind` in it."""
@@ -127,7 +134,21 @@ class SaveOptions:
             root="" if self.incarnation is None else self.incarnation.root,
             incarnation_number=0 if self.incarnation is None else self.incarnation.number,
             boundary=self.boundary,
+            check_replicas=self.check_replicas,
         )
+
+    def replica_digests(self, local_state: LocalSaveState, plan: AgreedPlan) -> ReplicaDigests:
+        """Return the digests of this rank's replicas. A new plan has no name of a save yet."""
+        whole_nbytes = FIRST_NBYTES if not plan.save_name else 0
+        return local_state.replica_digests(
+            plan.save_plan, whole_nbytes=inf if self.check_replicas == "all" else whole_nbytes
+        )
+
+
+def check_replicas_option(value: object) -> None:
+    """Raise ValueError for another value of `check_replicas`."""
+    if value not in get_args(CheckReplicas):
+        raise ValueError(f'check_replicas={value!r}: give "sample" or "all"')
 
 
 @refuse_old_parameters(frozen="include_frozen", reuse="link_unchanged", carry="carry_over")
@@ -148,6 +169,7 @@ def save(
     attach: Attachments | None = None,
     link_unchanged: str | Sequence[str] = (),
     carry_over: LoadReport | None = None,
+    check_replicas: CheckReplicas = "sample",
 ) -> SaveReport:
     """Save a state as the checkpoint at `path`. Collective: every rank of `group` calls this.
 
@@ -182,6 +204,11 @@ def save(
     the same, whole files are linked; all other data is copied and checked. Raises NotFoundError if
     the loaded checkpoint was replaced or deleted, CorruptError if it is damaged.
 
+    A tensor that several ranks have is stored once. Their copies are compared: in full up to 1 MiB,
+    and above that only sampled (16 blocks of 64 KiB). The first save of a layout compares the first
+    256 MiB of each group of ranks in full. `check_replicas="all"` compares every byte in each save:
+    every rank reads all its copies, however many ranks have them.
+
     Raises ValueError or TypeError for a state that cannot be saved, for differences between ranks,
     and for a pattern that matches nothing. Raises ExistsError, ConflictError and StorageError.
     Raises RankError if a rank dies or does not call `save`.
@@ -199,6 +226,7 @@ def save(
         attach=attach,
         link_unchanged=link_unchanged,
         carry_over=carry_over,
+        check_replicas=check_replicas,
     )
     return save_together(session_of(group), state, path, options)
 
@@ -233,7 +261,11 @@ def save_together(
         writer = _RankWriter(session, options, prepared, plan, carried, lease)
         with phases.phase("write"):
             catalog = plan.encoded_catalog if carried is None else carried.encoded_catalog
-            decision = transaction.commit(catalog, options.index_fields(), writer.write)
+            try:
+                decision = transaction.commit(catalog, options.index_fields(), writer.write)
+            except UnequalReplicasError:
+                cache.plan = None  # with a new plan, the next save compares in full again
+                raise
         lease.close()
         if writer.saved is not None:
             cache.linkable_saves = cache.linkable_saves.plus(writer.saved)
@@ -246,6 +278,7 @@ def save_together(
             reads=reads if source is None else reads.plus_all(source.reads),
             writes=prepared.storage.writes,
             collectives=session.collective_calls,
+            num_sampled=prepared.local_state.num_sampled,
         )
 
 
@@ -340,7 +373,7 @@ class _RankWriter:
             record_damage(storage, error)
         return RankWriteResult(
             (*receipts, *part.receipts),
-            local_state.replica_digests(self.plan.save_plan),
+            self.options.replica_digests(local_state, self.plan),
             time.monotonic() - start,
             linked.plus_all(part.linked),
         )

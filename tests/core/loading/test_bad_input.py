@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 import dist_ckpt as dc
+from dist_ckpt.errors import UnequalReplicasError
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from ranks import errors_of, save_on_threads, try_save_on_threads
 
@@ -486,7 +487,7 @@ def test_unequal_replicas_are_refused_by_name_and_rank(what: str) -> None:
     for path, options in (("/new", {}), ("/old", {"overwrite": True})):
         outcomes = try_save_on_threads(lambda _: storage, states, path, **options)
         errors = errors_of(outcomes)
-        assert {type(error) for error in errors} == {ValueError}
+        assert {type(error) for error in errors} == {UnequalReplicasError}
         for error in errors:
             assert f"{what}" in str(error)
             assert "ranks 0-1 differs from rank 2" in str(error)
