@@ -140,9 +140,9 @@ def from_megatron(source: StrPath, target: StrPath, **options: Unpack[ImportOpti
 
 
 def plan_import(
-    kind: str, source: StrPath, target: StrPath, options: ImportOptions
+    format_name: str, source: StrPath, target: StrPath, options: ImportOptions
 ) -> WritePlan[SaveReport]:
-    """Return the plan of `from_dcp`, or of the import of another `kind`.
+    """Return the plan of `from_dcp`, or of the import of another format.
 
     Raises the errors that the import raises before it writes.
     """
@@ -153,12 +153,12 @@ def plan_import(
         raise ValueError(f"step={step!r}: give None or an integer from 0 to {MAX_STEP}")
     include, exclude = options.get("include"), options.get("exclude")
     num_unchecked = 0
-    if kind == "hf":
+    if format_name == "hf":
         opened, selection = _open_safetensors(source), parse_selection(include, exclude)
     else:
         selection = parse_selection(include, None)
         wanted = ImportFilter(parse_selection(None, exclude), selection.__contains__)
-        opened, tensors = open_pickled(kind, source, wanted, checks_records=True)
+        opened, tensors = open_pickled(format_name, source, wanted, checks_records=True)
         num_unchecked = sum(
             tensor.fqn in selection and not tensor.has_checksums for tensor in tensors
         )
@@ -178,19 +178,21 @@ def plan_import(
     return replace(plan, run=run)
 
 
-def _import(kind: str, source: StrPath, target: StrPath, options: ImportOptions) -> SaveReport:
-    return plan_import(kind, source, target, options).run(options.get("progress"))
+def _import(
+    format_name: str, source: StrPath, target: StrPath, options: ImportOptions
+) -> SaveReport:
+    return plan_import(format_name, source, target, options).run(options.get("progress"))
 
 
 def open_pickled(
-    kind: str, path: StrPath, import_filter: ImportFilter, *, checks_records: bool
+    format_name: str, path: StrPath, import_filter: ImportFilter, *, checks_records: bool
 ) -> tuple[tuple[Storage, str], Sequence[ForeignTensor]]:
     """Return a storage that presents the files of a format as a checkpoint, and its path.
 
     Also return its tensors. `checks_records` is that of `build_virtual_checkpoint`.
     """
     storage, text = open_storage(path)
-    foreign_format = FORMATS[kind]
+    foreign_format = FORMATS[format_name]
     state = reader_module(foreign_format.reader).read(storage, text, import_filter)
     opened = build_virtual_checkpoint(
         storage, text, state, foreign_format.name, checks_records=checks_records

@@ -141,7 +141,11 @@ def _open_selected(
     entries, paths = metadata.state_dict_metadata, metadata.planner_data
     chosen_names = stored.select(selection)
     chosen = {key: entry for key, entry in entries.items() if names[key] in chosen_names}
-    if problems := [*_problems(stored, chosen, chosen_names, selection)]:
+    problems = [
+        f"{name} {why}: leave it out ({excluded_names(name)})"
+        for name, why in _problems(stored, chosen, chosen_names, selection)
+    ]
+    if problems:
         raise IncompatibleError(
             f"{path}: a folder of DCP cannot store all of it: {listed(problems, '; ')}"
         )
@@ -154,25 +158,19 @@ def _open_selected(
 
 def _problems(
     stored: DcpKeys, chosen: Mapping[str, object], chosen_names: Set[str], selection: Selection
-) -> Iterator[str]:
-    """Yield the parts that cannot be written, with remedies."""
+) -> Iterator[tuple[str, str]]:
+    """Yield the names of parts that cannot be written, and the reasons."""
     for name in stored.broken_lists(chosen_names):
-        remedy = f"leave all of it out ({excluded_names(name)})"
-        yield f"{name} is a list whose items would move, as earlier ones are left out: {remedy}"
+        yield name, "is a list whose items would move, as earlier ones are left out"
     for name in sorted(chosen_names):
         if name.endswith(f".{RECORD}"):
-            whole = name.removesuffix(f".{RECORD}")
-            remedy = f"leave it out ({excluded_names(whole)})"
-            yield f"{whole} is a quantized tensor, made of others: {remedy}"
-    for name in stored.per_rank:
-        if name in selection:
-            yield f"{name} has a value for each rank: leave it out ({excluded_names(name)})"
+            yield name.removesuffix(f".{RECORD}"), "is a quantized tensor, made of others"
+    for name in filter(selection.__contains__, stored.per_rank):
+        yield name, "has a value for each rank"
     for key, entry in chosen.items():
-        if isinstance(entry, TensorStorageMetadata):
-            dtype, name = stored.record(key).dtype, stored.names[key]
-            if not can_be_saved(dtype):
-                remedy = f"leave it out ({excluded_names(name)})"
-                yield f"{name} is {dtype}, which torch.save does not support: {remedy}"
+        is_tensor = isinstance(entry, TensorStorageMetadata)
+        if is_tensor and not can_be_saved(dtype := stored.record(key).dtype):
+            yield stored.names[key], f"is {dtype}, which torch.save does not support"
 
 
 def _write_tensors(
