@@ -28,8 +28,9 @@ from dist_ckpt.core.shard_io.read.block_reads import (
     PlannedRead,
     SmallShardsRead,
     all_blocks,
+    check_digest,
+    check_digests,
     damage_error,
-    digest_problem,
     group_successive,
     split_into_work,
 )
@@ -152,22 +153,22 @@ class BlockReader:
             if verifies and len(needed) == 1:
                 digest.update(part)
         if verifies and len(needed) == 1:
-            _check_digest(file, needed[0], digest.hexdigest())
+            check_digest(file.path, file.header, needed[0], digest.hexdigest())
         elif verifies:
-            _check_digests(file, needed, data)
+            check_digests(file.path, file.header, needed, data)
 
     def check(self, file: OpenFile, read: PlannedRead, data: memoryview) -> None:
         """Check the digests of blocks that this rank or another rank has read into `data`."""
         if not (self._verify and file.has_digests):
             return
         if isinstance(read, BlockRead):
-            _check_digests(file, read.blocks, data)
+            check_digests(file.path, file.header, read.blocks, data)
             return
         with self._python_lock:
             actual = [block_digest(part) for part in read.shard_data(file, data)]
             if "".join(actual) != file.shards.first_digests(read.first, len(actual)):
                 for number, digest in enumerate(actual, read.first):
-                    _check_digest(file, _get_single_block(file, number), digest)
+                    check_digest(file.path, file.header, _get_single_block(file, number), digest)
 
     def place(self, file: OpenFile, read: PlannedRead, data: memoryview) -> None:
         """Copy the checked blocks of one read from `data` to their targets."""
@@ -208,17 +209,6 @@ class BlockReader:
 def _get_single_block(file: OpenFile, number: int) -> NeededBlock:
     (block,) = all_blocks((file.shards[number],), file.header.block_nbytes)
     return block
-
-
-def _check_digest(file: OpenFile, block: NeededBlock, actual: str) -> None:
-    if (problem := digest_problem(block, actual)) is not None:
-        raise damage_error(file.path, file.header, block, problem)
-
-
-def _check_digests(file: OpenFile, needed: Sequence[NeededBlock], data: memoryview) -> None:
-    first = needed[0].start
-    for block in needed:
-        _check_digest(file, block, block_digest(data[block.start - first : block.stop - first]))
 
 
 def _copy_overlap(item: ReadItem, target: Target, stored: ElementRange, data: memoryview) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 
-from dist_ckpt.core.format.checksums import blocks, num_blocks
+from dist_ckpt.core.format.checksums import block_digest, blocks, num_blocks
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import ByteRange, ElementRange, find_ranges
 from dist_ckpt.core.format.shard_file import ShardFile, StoredShard
@@ -237,6 +237,22 @@ def digest_problem(block: NeededBlock, actual: str) -> str | None:
     if actual == expected:
         return None
     return f"damaged, the block's digest is {actual}, the header says {expected}"
+
+
+def check_digest(path: str, header: ShardFile, block: NeededBlock, actual: str) -> None:
+    """Raise CorruptError if a block's digest differs from the one in the header."""
+    if (problem := digest_problem(block, actual)) is not None:
+        raise damage_error(path, header, block, problem)
+
+
+def check_digests(
+    path: str, header: ShardFile, needed: Sequence[NeededBlock], data: memoryview
+) -> None:
+    """Check the blocks of one read, whose bytes are `data`. CorruptError names a damaged one."""
+    first = needed[0].start
+    for block in needed:
+        content = data[block.start - first : block.stop - first]
+        check_digest(path, header, block, block_digest(content))
 
 
 # --- the work of each thread -----------------------------------------------------------------

@@ -6,15 +6,13 @@ import posixpath
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 
-from dist_ckpt.core.format.checksums import block_digest
 from dist_ckpt.core.format.index.index import FileRecord, Index, ShardFileRecord
 from dist_ckpt.core.format.shard_file import ShardFile
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.read.block_reads import (
     BlockRead,
     all_blocks,
-    damage_error,
-    digest_problem,
+    check_digests,
     group_into_reads,
 )
 from dist_ckpt.core.shard_io.read.open_files import OpenFile, open_file, read_checked_file
@@ -138,10 +136,7 @@ def read_checked_blocks(
 ) -> memoryview:
     """Read and check some blocks of a file. CorruptError if one is damaged."""
     data = read_at(file, path, header.header_nbytes + read.span.start, read.span.nbytes)
-    for block in read.blocks:
-        content = data[block.start - read.span.start : block.stop - read.span.start]
-        if (problem := digest_problem(block, block_digest(content))) is not None:
-            raise damage_error(path, header, block, problem)
+    check_digests(path, header, read.blocks, data)
     return data
 
 
