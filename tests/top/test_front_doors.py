@@ -21,7 +21,7 @@ from dist_ckpt.tools.average import average
 from dist_ckpt.tools.average.source_selection import AverageOptions
 
 # The options that only dist_ckpt itself gives.
-OF_RUNS = {"incarnation", "boundary", "is_urgent"}
+OF_RUNS = {"incarnation", "boundary", "is_urgent", "make_room"}
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ LOAD = Door(
     dc.load,
     (LoadOptions,),
     frozenset({"state", "path", "group", "opener"}),
-    frozenset({"record_verified"}),
+    frozenset({"record_check"}),
 )
 RESTORE = Door(
     dc.AsyncSaver.restore,
     (LoadOptions,),
     frozenset({"self", "state"}),
-    frozenset({"verify", "check_first", "read_once", "cast", "record_verified"}),
+    frozenset({"verify", "check_first", "read_once", "cast", "record_check"}),
 )
 AVERAGE = Door(dc.average, (AverageOptions,), frozenset({"sources", "to", "group", "progress"}))
 SAVER = Door(dc.AsyncSaver.__init__, (SaverOptions,), frozenset({"self", "group"}))
