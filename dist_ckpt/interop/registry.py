@@ -198,5 +198,5 @@ def _first_bytes(storage: Storage, path: str) -> bytes | None:
 
 
 def _read_start(file: ReadableFile, nbytes: int) -> bytes:
-    data = bytearray(nbytes)
+    data = bytearray(min(nbytes, file.nbytes))
     return bytes(data[: file.read_into(0, memoryview(data))])

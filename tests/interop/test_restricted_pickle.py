@@ -213,9 +213,10 @@ def archive_with(tmp_path: Path, data: bytes) -> Path:
 MIB = 1 << 20
 TEXT = b"X" + struct.pack("<L", MIB) + b"a" * MIB
 NUMBER = b"\x8b" + struct.pack("<L", MIB) + b"\x01" * MIB
+LONGEST = b"X" + struct.pack("<L", 999_999) + b"a" * 999_999  # of a numpy scalar
 SCALAR = (
-    b"cnumpy._core.multiarray\nscalar\ncnumpy\ndtype\nX\x02\0\0\0f8\x89\x88\x87R"
-    b"(K\x03X\x01\0\0\0<NNNKaKaK\0tbc_codecs\nencode\n" + TEXT + b"X\x06\0\0\0latin1\x86R\x86R"
+    b"cnumpy._core.multiarray\nscalar\ncnumpy\ndtype\nX\x07\0\0\0S999999\x89\x88\x87R"
+    b"(K\x03X\x01\0\0\0|NNNKaKaK\0tbc_codecs\nencode\n" + LONGEST + b"X\x06\0\0\0latin1\x86R\x86R"
 )
 
 # What has 1 MB, and is named again by two bytes.

@@ -160,7 +160,7 @@ def _problems(
     stored: DcpKeys, chosen: Mapping[str, object], chosen_names: Set[str], selection: Selection
 ) -> Iterator[tuple[str, str]]:
     """Yield the names of parts that cannot be written, and the reasons."""
-    for name in stored.broken_lists(chosen_names):
+    for name in stored.find_broken_lists(chosen_names):
         yield name, "is a list whose items would move, as earlier ones are left out"
     for name in sorted(chosen_names):
         if name.endswith(f".{RECORD}"):

@@ -95,7 +95,7 @@ class DcpKeys:
         self._tensors = [self._add(_dcp_path(fqn, paths, models), fqn) for fqn in tensors]
         for fqn, value in values.items():
             for path, leaf in _flatten(_dcp_path(fqn, paths, models), value):
-                self.values[self._add(path, fqn)] = relative_params(fqn, leaf, models)
+                self.values[self._add(path, fqn)] = relative_param_names(fqn, leaf, models)
 
     def _add(self, path: Path, fqn: str) -> str:
         key = join_path(path)
@@ -125,7 +125,7 @@ class DcpKeys:
         params = [name for name in groups if _PARAMS.sub(r"\1", name) in within]
         return chosen_names.union(params, (name.removesuffix(".params") for name in params))
 
-    def broken_lists(self, chosen: Set[str]) -> Iterator[str]:
+    def find_broken_lists(self, chosen: Set[str]) -> Iterator[str]:
         """Yield the lists in which a chosen item comes after one that is not chosen."""
         within = {above for name in chosen for above in names_above(name)}
         nonempty = {above for name in self.names.values() for above in names_above(name)}
@@ -194,7 +194,7 @@ def find_trained_models(
     return common_models
 
 
-def relative_params(fqn: str, value: object, models: Mapping[str, str]) -> object:
+def relative_param_names(fqn: str, value: object, models: Mapping[str, str]) -> object:
     """Return the value of a name. An optimizer's list of parameters gets the names of torch."""
     match = _PARAMS.fullmatch(fqn)
     model = models.get(f"{match[1]}.state") if match else None

@@ -134,7 +134,7 @@ def add_folder(
         for fqn, (_, shape) in contents.tensors.items()
     }
     wanted = {fqn for fqn, name in names.items() if not nested.excludes(name)}
-    tied = contents.tied(wanted)
+    tied = contents.find_tied(wanted)
     items = [item for item in contents.items if item.fqn in wanted and item.fqn not in tied]
     for archive, item in _open_archives(storage, folder, items):
         value = archive.read()
@@ -211,7 +211,7 @@ class _MetadataContents:
 
     def __init__(self, path: str, metadata: object) -> None:
         self._path = path
-        fields = self._record(metadata, "Metadata")
+        fields = self._expect_record(metadata, "Metadata")
         self._locations = dict(self._read_locations(fields.get("storage_data")))
         entries = self._expect(fields.get("state_dict_metadata"), dict)
         self.tensors: dict[str, tuple[str, Shape]] = {}
@@ -222,7 +222,7 @@ class _MetadataContents:
         nested = planned if isinstance(planned, dict) else {}
         self.paths = {fqn: _check_path(fqn, nested.get(fqn)) for fqn in entries}
 
-    def tied(self, wanted: Collection[str]) -> dict[str, str]:
+    def find_tied(self, wanted: Collection[str]) -> dict[str, str]:
         """Return the other names of tied tensors, each with the tensor's first name.
 
         All parts of tied tensors have the same locations: `export_folder` of this library writes
@@ -241,15 +241,15 @@ class _MetadataContents:
 
     def _add(self, fqn: str, entry: object) -> None:
         if isinstance(entry, PickledRecord) and entry.name == "BytesStorageMetadata":
-            self.items.append(_Item(fqn, self._location(fqn, None)))
+            self.items.append(_Item(fqn, self._find_location(fqn, None)))
             return
-        fields = self._record(entry, "TensorStorageMetadata")
-        properties = self._record(fields.get("properties"), "TensorProperties")
+        fields = self._expect_record(entry, "TensorStorageMetadata")
+        properties = self._expect_record(fields.get("properties"), "TensorProperties")
         dtype = self._expect(properties.get("dtype"), DTypeValue).name
         shape = self._expect(fields.get("size"), Size).shape
         self.tensors[fqn] = dtype, shape
         for chunk_record in self._expect(fields.get("chunks"), list):
-            chunk = self._record(chunk_record, "ChunkStorageMetadata")
+            chunk = self._expect_record(chunk_record, "ChunkStorageMetadata")
             offset, sizes = (
                 self._expect(chunk.get(name), Size).shape for name in ("offsets", "sizes")
             )
@@ -257,9 +257,11 @@ class _MetadataContents:
                 raise self._corrupt(f"{fqn} is split in {len(offset)} of {len(shape)} dimensions")
             # Ranks without data of a tensor have parts without elements.
             if 0 not in sizes:
-                self.items.append(_Item(fqn, self._location(fqn, offset), Region(offset, sizes)))
+                self.items.append(
+                    _Item(fqn, self._find_location(fqn, offset), Region(offset, sizes))
+                )
 
-    def _location(self, fqn: str, offset: Shape | None) -> _Location:
+    def _find_location(self, fqn: str, offset: Shape | None) -> _Location:
         location = self._locations.get((fqn, offset))
         if location is None:
             raise self._corrupt(f"no location of {fqn}{f' at {list(offset)}' if offset else ''}")
@@ -269,7 +271,10 @@ class _MetadataContents:
         self, value: object
     ) -> Iterator[tuple[tuple[str, Shape | None], _Location]]:
         for key, info in self._expect(value, dict).items():
-            index, storage = self._record(key, "MetadataIndex"), self._record(info, "_StorageInfo")
+            index, storage = (
+                self._expect_record(key, "MetadataIndex"),
+                self._expect_record(info, "_StorageInfo"),
+            )
             fqn, offset = self._expect(index.get("fqn"), str), index.get("offset")
             if transforms := storage.get("transform_descriptors"):
                 raise IncompatibleError(
@@ -287,7 +292,7 @@ class _MetadataContents:
             shape = None if offset is None else self._expect(offset, Size).shape
             yield (fqn, shape), _Location(name, start, nbytes)
 
-    def _record(self, value: object, name: str) -> Mapping[str, object]:
+    def _expect_record(self, value: object, name: str) -> Mapping[str, object]:
         if isinstance(value, UnknownObject):
             raise unknown_error(value, self._path)
         if not isinstance(value, PickledRecord) or value.name != name:

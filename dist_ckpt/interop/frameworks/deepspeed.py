@@ -221,7 +221,7 @@ class _ZeroFiles:
             if name in partitioned or name in shared:
                 continue
             if name in frozen and self._stage == 3:
-                self._add_frozen(name, self._shape(frozen[name]))
+                self._add_frozen(name, self._expect_shape(frozen[name]))
             elif name in buffers or self._stage < 3:
                 self._nested.add(("model", name), value, self._archive)
             elif not self._nested.excludes(f"model.{name}"):
@@ -258,7 +258,7 @@ class _ZeroFiles:
                 raise self._corrupt(f"the group {number} has no vector on some rank")
             at = 0
             for index, (name, size) in enumerate(group.items()):
-                shape = self._shape(size)
+                shape = self._expect_shape(size)
                 vectors = [
                     (rank, number, rank_sizes[number]) for rank, rank_sizes in enumerate(sizes)
                 ]
@@ -272,7 +272,7 @@ class _ZeroFiles:
         at = 0
         for number, group in enumerate(groups):
             for name, size in group.items():
-                shape = self._shape(size)
+                shape = self._expect_shape(size)
                 numel = prod(shape)
                 part = -(-numel // self._num_ranks)
                 slices: list[_FlatSlice] = []
@@ -413,7 +413,7 @@ class _ZeroFiles:
             raise self._corrupt("its paddings do not match its parameters")
         return padding
 
-    def _shape(self, size: object) -> Shape:
+    def _expect_shape(self, size: object) -> Shape:
         if not isinstance(size, Size):
             raise self._corrupt("a parameter without a shape")
         return size.shape

@@ -221,7 +221,7 @@ class NestedState:
             return
         if fqn not in self.per_rank:
             self._reserve(path)
-        plain = self._plain(fqn, self._select(fqn, value, pickled.budget, 0), pickled.budget)
+        plain = self._to_plain(fqn, self._select(fqn, value, pickled.budget, 0), pickled.budget)
         self.per_rank.setdefault(fqn, {})[rank] = plain
 
     def state(self, step: object = None) -> ForeignState:
@@ -280,7 +280,7 @@ class NestedState:
             self._add_tensor(fqn, value, pickled)
             return
         if not _contains_tensors(value, self._has_tensors, 0):
-            self._values[fqn] = self._plain(fqn, value, pickled.budget, part_of)
+            self._values[fqn] = self._to_plain(fqn, value, pickled.budget, part_of)
             return
         pickled.budget.spend(_NAME_COST + len(fqn))
         kind, entries = container_kind(value), container_entries(value)
@@ -306,7 +306,7 @@ class NestedState:
             return
         self.tensors[fqn] = ForeignTensor(fqn, view.dtype, view.shape, (chunk,))
 
-    def _plain(self, fqn: str, value: object, budget: PickleBudget, part_of: str = "") -> object:
+    def _to_plain(self, fqn: str, value: object, budget: PickleBudget, part_of: str = "") -> object:
         """Return a value as it is stored; None if it cannot be stored and is not needed."""
         try:
             if (unknown := _find_unknown(value, fqn, part_of, set(), 0)) is not None:

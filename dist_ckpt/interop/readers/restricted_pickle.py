@@ -177,10 +177,10 @@ class _Machine:
         self.at = end
         return data
 
-    def number(self, nbytes: int) -> int:
+    def read_number(self, nbytes: int) -> int:
         return int.from_bytes(self.take(nbytes), "little")
 
-    def line(self) -> str:
+    def read_line(self) -> str:
         end = self.data.find(b"\n", self.at, self.at + _MAX_NAME_CHARS)
         if end < 0:
             raise ValueError("a name does not end")
@@ -198,10 +198,10 @@ class _Machine:
     def push(self, value: object) -> None:
         self.stack.append(value)
 
-    def integer(self, nbytes: int) -> None:
+    def push_integer(self, nbytes: int) -> None:
         self.push(int.from_bytes(self.take(nbytes), "little", signed=True))
 
-    def mark(self) -> None:
+    def push_mark(self) -> None:
         self.below.append(self.stack)
         self.stack = []
 
@@ -216,7 +216,7 @@ class _Machine:
         else:
             self.pop_to_mark()
 
-    def tuple_of(self, count: int) -> None:
+    def push_tuple(self, count: int) -> None:
         items = [self.stack.pop() for _ in range(count)]
         self.push(tuple(reversed(items)))
 
@@ -263,7 +263,7 @@ class _Machine:
         self._spend_on(items)
         target.update(check_members(items))
 
-    def frozen_set(self) -> None:
+    def push_frozen_set(self) -> None:
         items = self.pop_to_mark()
         self._spend_on(items)
         self.push(frozenset(check_members(items)))
@@ -325,13 +325,13 @@ class _Machine:
         self.push(_find_unknown(parts) or self.resolve(identity))
 
     def put(self, nbytes: int) -> None:
-        self.memo[self.number(nbytes)] = self.stack[-1]
+        self.memo[self.read_number(nbytes)] = self.stack[-1]
 
     def memoize(self) -> None:
         self.memo[len(self.memo)] = self.stack[-1]
 
     def get(self, nbytes: int) -> None:
-        self.push(self.memo[self.number(nbytes)])
+        self.push(self.memo[self.read_number(nbytes)])
 
 
 def check_members(items: object) -> Iterator[object]:
@@ -363,29 +363,29 @@ _STOP = ord(".")
 _STEPS: Mapping[int, Callable[[_Machine], object]] = {
     0x80: lambda m: m.take(1),  # the protocol
     0x95: lambda m: m.take(8),  # a frame
-    ord("("): _Machine.mark,
+    ord("("): _Machine.push_mark,
     ord("0"): _Machine.pop,
     ord("1"): _Machine.pop_to_mark,
     ord("N"): lambda m: m.push(None),
     0x88: lambda m: m.push(True),  # noqa: FBT003
     0x89: lambda m: m.push(False),  # noqa: FBT003
-    ord("J"): lambda m: m.integer(4),
-    ord("K"): lambda m: m.push(m.number(1)),
-    ord("M"): lambda m: m.push(m.number(2)),
-    0x8A: lambda m: m.integer(m.number(1)),
-    0x8B: lambda m: m.integer(m.number(4)),
+    ord("J"): lambda m: m.push_integer(4),
+    ord("K"): lambda m: m.push(m.read_number(1)),
+    ord("M"): lambda m: m.push(m.read_number(2)),
+    0x8A: lambda m: m.push_integer(m.read_number(1)),
+    0x8B: lambda m: m.push_integer(m.read_number(4)),
     ord("G"): lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
-    0x8C: lambda m: m.push(m.take(m.number(1)).decode()),
-    ord("X"): lambda m: m.push(m.take(m.number(4)).decode()),
-    0x8D: lambda m: m.push(m.take(m.number(8)).decode()),
-    ord("C"): lambda m: m.push(m.take(m.number(1))),
-    ord("B"): lambda m: m.push(m.take(m.number(4))),
-    0x8E: lambda m: m.push(m.take(m.number(8))),
+    0x8C: lambda m: m.push(m.take(m.read_number(1)).decode()),
+    ord("X"): lambda m: m.push(m.take(m.read_number(4)).decode()),
+    0x8D: lambda m: m.push(m.take(m.read_number(8)).decode()),
+    ord("C"): lambda m: m.push(m.take(m.read_number(1))),
+    ord("B"): lambda m: m.push(m.take(m.read_number(4))),
+    0x8E: lambda m: m.push(m.take(m.read_number(8))),
     ord(")"): lambda m: m.push(()),
     ord("t"): lambda m: m.push(tuple(m.pop_to_mark())),
-    0x85: lambda m: m.tuple_of(1),
-    0x86: lambda m: m.tuple_of(2),
-    0x87: lambda m: m.tuple_of(3),
+    0x85: lambda m: m.push_tuple(1),
+    0x86: lambda m: m.push_tuple(2),
+    0x87: lambda m: m.push_tuple(3),
     ord("]"): lambda m: m.push([]),
     ord("a"): _Machine.append,
     ord("e"): lambda m: m.extend(m.pop_to_mark()),
@@ -394,8 +394,8 @@ _STEPS: Mapping[int, Callable[[_Machine], object]] = {
     ord("u"): lambda m: m.set_items(m.pop_to_mark()),
     0x8F: lambda m: m.push(set()),
     0x90: _Machine.add_items,
-    0x91: _Machine.frozen_set,
-    ord("c"): lambda m: m.look_up(m.line(), m.line()),
+    0x91: _Machine.push_frozen_set,
+    ord("c"): lambda m: m.look_up(m.read_line(), m.read_line()),
     0x93: _Machine.stack_name,
     ord("R"): _Machine.call,
     0x81: _Machine.call,  # makes an instance, which is a call here

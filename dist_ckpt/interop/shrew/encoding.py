@@ -96,7 +96,7 @@ def parse(file: ReadableFile, label: str) -> dict[str, object]:
     fields = _FieldReader(file, label)
     if (magic := fields.take(4, "the magic number")) != _MAGIC:
         raise fields.corrupt(f"{magic!r} is not {_MAGIC!r}, the first bytes of a .shrew file", 0)
-    version = fields.unsigned(4, "the version")
+    version = fields.read_unsigned(4, "the version")
     if version not in (1, 2):
         raise IncompatibleError(f"{label}, byte 4: version {version}: only 1 and 2 are supported")
     state: dict[str, object] = (
@@ -142,28 +142,28 @@ class _FieldReader:
         self.file.read_into(start, data)
         return bytes(data)
 
-    def unsigned(self, nbytes: int, thing: str) -> int:
+    def read_unsigned(self, nbytes: int, thing: str) -> int:
         return int.from_bytes(self.take(nbytes, thing), "little")
 
-    def floats(self, count: int, thing: str) -> list[float]:
+    def read_floats(self, count: int, thing: str) -> list[float]:
         return list(struct.unpack(f"<{count}d", self.take(8 * count, thing)))
 
-    def text(self, thing: str) -> str:
-        nbytes, at = self.unsigned(4, f"the length of {thing}"), self.at
+    def read_text(self, thing: str) -> str:
+        nbytes, at = self.read_unsigned(4, f"the length of {thing}"), self.at
         data = self.take(nbytes, thing)
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError as error:
             raise self.corrupt(f"{thing} is not UTF-8", at + error.start) from None
 
-    def entries(self, min_nbytes: int, thing: str, read: Callable[[str], T]) -> dict[str, T]:
+    def read_entries(self, min_nbytes: int, thing: str, read: Callable[[str], T]) -> dict[str, T]:
         """Read a count, then as many entries: a name and a value, of at least `min_nbytes`."""
-        count = self.unsigned(4, f"the number of {thing}s")
+        count = self.read_unsigned(4, f"the number of {thing}s")
         self.check(count * min_nbytes, f"the smallest list of {count} {thing}s")
         fields: dict[str, T] = {}
         for number in range(count):
             at = self.at
-            name = self.text(f"the name of {thing} {number}")
+            name = self.read_text(f"the name of {thing} {number}")
             if name in fields:
                 raise self.corrupt(f"{thing} {number} has the name {_quote(name)} again", at)
             if len(name) > _MAX_NAME_CHARS:
@@ -180,7 +180,7 @@ def _read_training(fields: _FieldReader) -> dict[str, object]:
     """Read sections in any order. Missing values get the defaults of shrew's reader."""
     state: dict[str, object] = {"model": {}, **_TRAINING, "loss_history": []}
     seen: set[int] = set()
-    while (tag := fields.unsigned(1, "the number of a section")) != _END:
+    while (tag := fields.read_unsigned(1, "the number of a section")) != _END:
         at = fields.at - 1
         if tag not in _PARTS:
             raise fields.corrupt(f"0x{tag:02X} is not the number of a section", at)
@@ -191,36 +191,40 @@ def _read_training(fields: _FieldReader) -> dict[str, object]:
             state["model"] = _read_tensors(fields)
         elif tag == _OPTIMIZER:
             state["optim"] = {
-                "type": fields.text("the type of the optimizer"),
-                "scalars": fields.entries(12, "scalar", lambda label: fields.floats(1, label)[0]),
-                "buffers": fields.entries(12, "buffer", lambda label: _read_buffer(fields, label)),
+                "type": fields.read_text("the type of the optimizer"),
+                "scalars": fields.read_entries(
+                    12, "scalar", lambda label: fields.read_floats(1, label)[0]
+                ),
+                "buffers": fields.read_entries(
+                    12, "buffer", lambda label: _read_buffer(fields, label)
+                ),
             }
         else:
-            state["epoch"] = fields.unsigned(8, "the epoch")
-            state["global_step"] = fields.unsigned(8, "the global step")
-            (state["best_loss"],) = fields.floats(1, "the best loss")
-            count = fields.unsigned(4, "the number of losses")
-            state["loss_history"] = fields.floats(count, f"a history of {count} losses")
+            state["epoch"] = fields.read_unsigned(8, "the epoch")
+            state["global_step"] = fields.read_unsigned(8, "the global step")
+            (state["best_loss"],) = fields.read_floats(1, "the best loss")
+            count = fields.read_unsigned(4, "the number of losses")
+            state["loss_history"] = fields.read_floats(count, f"a history of {count} losses")
     # In the order in which shrew writes them.
     return {name: state[name] for name in ("model", "optim", *_TRAINING) if name in state}
 
 
 def _read_buffer(fields: _FieldReader, label: str) -> FileTensor:
-    count = fields.unsigned(8, f"the length of {label}")
+    count = fields.read_unsigned(8, f"the length of {label}")
     return FileTensor("float64", (count,), fields.skip(8 * count, f"{label}, of {count} numbers,"))
 
 
 def _read_tensors(fields: _FieldReader) -> dict[str, FileTensor]:
-    return fields.entries(17, "tensor", lambda label: _read_tensor(fields, label))
+    return fields.read_entries(17, "tensor", lambda label: _read_tensor(fields, label))
 
 
 def _read_tensor(fields: _FieldReader, label: str) -> FileTensor:
     at = fields.at
-    tag = fields.unsigned(1, f"the dtype of {label}")
+    tag = fields.read_unsigned(1, f"the dtype of {label}")
     if tag >= len(_DTYPES):
         raise fields.incompatible(f"{label} has the dtype {tag}: only 0 to 6 are supported", at)
     dtype, at = DTYPES[_DTYPES[tag]], fields.at
-    ndim = fields.unsigned(4, f"the number of dimensions of {label}")
+    ndim = fields.read_unsigned(4, f"the number of dimensions of {label}")
     dims = fields.take(4 * ndim, f"{label}: a shape of {ndim} dimensions")
     shape = struct.unpack(f"<{ndim}I", dims)
     try:
@@ -228,7 +232,7 @@ def _read_tensor(fields: _FieldReader, label: str) -> FileTensor:
     except ValueError as error:
         raise fields.incompatible(f"{label}: {error}: no checkpoint can store it", at) from None
     at = fields.at
-    nbytes, expected = fields.unsigned(8, f"the size of {label}"), prod(shape) * dtype.itemsize
+    nbytes, expected = fields.read_unsigned(8, f"the size of {label}"), prod(shape) * dtype.itemsize
     if nbytes != expected:
         why = f"{label} is {dtype.name} {list(shape)}, {expected} bytes, but has {nbytes}"
         raise fields.corrupt(why, at)
@@ -242,7 +246,7 @@ def _quote(name: str) -> str:
 # --- encoding --------------------------------------------------------------------------------
 
 
-def version_for(state: Mapping[str, object], version: int | None) -> int:
+def choose_version(state: Mapping[str, object], version: int | None) -> int:
     """Return the version to write: `version`, or by default 1 for a state that is only a model."""
     if version is not None and (type(version) is not int or version not in (1, 2)):
         raise ValueError(f"version={version!r}: give 1 or 2, or None to choose by the state")

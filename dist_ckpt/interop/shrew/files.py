@@ -80,7 +80,7 @@ def write(state: Mapping[str, object], *, version: int | None = None) -> bytes:
         raise TypeError(
             f"the state is a {type(state).__name__}: give a dict, {{'model': {{name: tensor}}}}"
         )
-    number = encoding.version_for(state, version)
+    number = encoding.choose_version(state, version)
     arrays = {name: _as_arrays(value, name) for name, value in state.items()}
     return b"".join(encoding.encode(arrays, number, _read_data))
 
@@ -154,7 +154,7 @@ def plan_export_file(
     path = check_new_file(file, overwrite=overwrite)
     check_outside(real_path(checkpoint.path), real_path(path))
     state = _read_state(checkpoint, parse_selection(include, exclude))
-    number = encoding.version_for(state, version)
+    number = encoding.choose_version(state, version)
     nbytes = _count_nbytes(state, number)
 
     def run(progress: Progress | None) -> int:

@@ -35,7 +35,7 @@ from dist_ckpt.core.state.tree.containers import RECORD, create_container, is_ma
 from dist_ckpt.core.storage import real_path
 from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import CorruptError, IncompatibleError, listed
-from dist_ckpt.interop.dcp.flat_state_dict import find_trained_models, relative_params
+from dist_ckpt.interop.dcp.flat_state_dict import find_trained_models, relative_param_names
 from dist_ckpt.interop.hf.export_plan import WINDOW_NBYTES, ExportedTensor
 from dist_ckpt.interop.readers.torch_pickles import STORAGES
 from dist_ckpt.interop.registry import SAFETENSORS
@@ -118,7 +118,7 @@ def plan_export_file(
     check_outside(real_path(source_path), real_path(path))
     opened = OpenCheckpoint.at(storage, source_path, make=make)
     saved = build_saved_tree(opened.catalog, opened.objects(), opened.objects)
-    state, contained, not_plain = torch_state(saved, source_path, only, selection)
+    state, contained, not_plain = build_torch_state(saved, source_path, only, selection)
     # The widest dtype first, so that each tensor is aligned to it.
     tensors = sorted(contained, key=lambda tensor: -DTYPES[tensor.dtype].itemsize)
     buffer = io.BytesIO()
@@ -225,7 +225,7 @@ class _PickledTensor:
     data: ExportedTensor
 
 
-def torch_state(
+def build_torch_state(
     saved: SavedTree, path: str, only: str | None, selection: Selection
 ) -> tuple[object, list[ExportedTensor], list[str]]:
     """Return the selected state, nested as it was saved, or the container `only` in it.
@@ -246,7 +246,7 @@ def torch_state(
     if not selection.is_everything and not any(name in selection for name in names):
         raise ValueError(f"{selection} leaves nothing: give other patterns")
     walk = _StateWalk(saved, selection)
-    value = walk.at(only or "")
+    value = walk.build(only or "")
     if walk.problems:
         raise IncompatibleError(
             f"{path}: torch.save cannot store all of it: {listed(walk.problems, '; ')}"
@@ -274,42 +274,42 @@ class _StateWalk:
             groups = group.rpartition(".")[0]
             self._optimizers |= dict.fromkeys((group, groups), groups.rpartition(".")[0])
 
-    def at(self, name: str) -> object:
+    def build(self, name: str) -> object:
         """Return the value under a name."""
         saved = self._saved
         if (stored := saved.tensor(name)) is not None:
-            return self._tensor(name, *stored)
+            return self._build_tensor(name, *stored)
         if saved.per_rank_keys(name) is not None:
             self._refuse(name, "has a value for each rank")
             return None
         if name not in saved.leaves or name in saved.kinds:
-            return self._container(name)
+            return self._build_container(name)
         if name.endswith(f".{RECORD}"):
             self._refuse(name.removesuffix(f".{RECORD}"), "is a quantized tensor, made of others")
             return None
-        return self._plain(name, saved.value(name))
+        return self._build_plain(name, saved.value(name))
 
-    def _plain(self, name: str, value: object) -> object:
+    def _build_plain(self, name: str, value: object) -> object:
         if not _is_plain(value):
             self.not_plain.append(name)
         return value
 
-    def _container(self, name: str) -> object:
+    def _build_container(self, name: str) -> object:
         kind, model = self._saved.kinds.get(name, "dict"), self._models.get(name)
         children = self._saved.children(name)
         chosen = [(key, child) for key, child in children if self._is_chosen(child)]
         if not is_mapping(kind) and chosen != list(children)[: len(chosen)]:
             self._refuse(name, f"is a {kind} whose items would move, as earlier ones are left out")
-        items = [(key, self.at(child)) for key, child in chosen]
+        items = [(key, self.build(child)) for key, child in chosen]
         if model is not None:
             items = [(str(key).removeprefix(f"{model}."), child) for key, child in items]
         if name in self._saved.params:
-            group = self._plain(name, self._saved.value(name))
+            group = self._build_plain(name, self._saved.value(name))
             if not isinstance(group, dict):
                 raise CorruptError(
                     f"{name}: a group of parameters is not a dict: load an older checkpoint"
                 )
-            params = relative_params(f"{name}.params", group["params"], self._models)
+            params = relative_param_names(f"{name}.params", group["params"], self._models)
             items = [*{**group, "params": params}.items(), *items]
         if kind not in ("dict", "OrderedDict", "list", "tuple"):
             self.not_plain.append(name)
@@ -327,7 +327,7 @@ class _StateWalk:
             leaves.append(name)
         return not leaves or any(leaf in self._selection for leaf in leaves)
 
-    def _tensor(self, name: str, fqn: str, record: TensorRecord) -> _PickledTensor:
+    def _build_tensor(self, name: str, fqn: str, record: TensorRecord) -> _PickledTensor:
         if not can_be_saved(record.dtype):
             self._refuse(name, f"is {record.dtype}, which torch.save does not support")
         path, dtype = f"{_DATA_FOLDER}{len(self.tensors)}", record.dtype
