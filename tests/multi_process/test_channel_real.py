@@ -454,7 +454,7 @@ def test_a_worker_that_outlives_its_rank_does_not_keep_it_alive(tmp_path: Path) 
     options = Options(environ={**FRAIL, "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "3"})
     outcomes = try_ranks(leave_a_worker, str(tmp_path / "fifo"), world_size=3, options=options)
     for rank in (0, 2):
-        assert_told(outcomes[rank], 1, "no heartbeat for 3 s (its process has ended)")
+        assert_told(outcomes[rank], 1, "no heartbeat for 3 s, and its process has ended")
 
 
 def save_on_rank_0_only(rank: int) -> Any:

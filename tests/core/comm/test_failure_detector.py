@@ -155,9 +155,9 @@ def test_a_process_that_runs_no_python_is_late_up_to_a_limit(process, clock, sta
 @pytest.mark.parametrize(
     ("state", "fact"),
     [
-        ("ended", " (its process has ended)"),
-        ("ending", " (its process ends: it was killed, or dumps core)"),
-        ("blocked", " (its process is in a call of the kernel that does not return)"),
+        ("ended", ", and its process has ended"),
+        ("ending", ", and its process ends: it was killed, or dumps core"),
+        ("blocked", ", and its process is in a call of the kernel that does not return"),
         ("unknown", ""),
     ],
 )
@@ -182,7 +182,7 @@ def test_a_process_that_dies_late_is_dead_at_once(clock, states):
     states[1, 10] = "running"
     assert [pass_time(clock, watch, line, None) for _ in range(10)] == [None] * 10
     states[1, 10] = "ended"
-    assert "(its process has ended)" in str(pass_time(clock, watch, line, None))
+    assert "and its process has ended" in str(pass_time(clock, watch, line, None))
 
 
 def test_without_a_witness_silence_is_death(clock, states):

@@ -90,9 +90,9 @@ class _LastSeen:
 
 
 _FACTS: Mapping[ProcessState, str] = {
-    "ended": " (its process has ended)",
-    "ending": " (its process ends: it was killed, or dumps core)",
-    "blocked": " (its process is in a call of the kernel that does not return)",
+    "ended": ", and its process has ended",
+    "ending": ", and its process ends: it was killed, or dumps core",
+    "blocked": ", and its process is in a call of the kernel that does not return",
 }
 
 
