@@ -35,7 +35,7 @@ from dist_ckpt.core.comm.messages import Failure, build_error, describe_error
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.incarnations import Incarnation
-from dist_ckpt.core.saving.save import SaveOptions, save_together
+from dist_ckpt.core.saving.save import SaveOptions, need_no_room, save_together
 from dist_ckpt.core.state.tree.containers import MutableState, State
 from dist_ckpt.core.storage import open_storage, real_path
 from dist_ckpt.errors import CheckpointError, ConflictError, RankError, UnequalReplicasError
@@ -144,7 +144,7 @@ class RunSaves:
             incarnation=self.incarnation,
             boundary=boundary,
             is_urgent=is_urgent,
-            make_room=int if self.maintenance is None else self.maintenance.make_room,
+            make_room=need_no_room if self.maintenance is None else self.maintenance.make_room,
         )
         path = f"{self.incarnation.root.rstrip('/')}/{FOLDER.format(step)}"
         self._begun, self.in_memory_only = {step}, False

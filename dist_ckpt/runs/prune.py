@@ -181,7 +181,7 @@ def _remove_folder(storage: Storage, root: str, path: str) -> None:
     storage.sync(root)
 
 
-def finish(storage: Storage, root: str, annotations: Sequence[StoredAnnotation]) -> None:
+def finish_removals(storage: Storage, root: str, annotations: Sequence[StoredAnnotation]) -> None:
     """Finish interrupted removals, and remove annotations of checkpoints that are long gone.
 
     `annotations` are those of the root. Saves in progress, and checkpoints that this host may not
@@ -323,7 +323,7 @@ def prune(  # noqa: PLR0913 - the run, the policy, and limits
     if listing.root != root:
         raise ValueError(f"{root} is one checkpoint: give the folder that it is in")
     if not dry_run:
-        finish(storage, root, listing.annotations)
+        finish_removals(storage, root, listing.annotations)
         removal.remove_temporary_records(storage, root, grace_s=GONE_S)
     # The first attempt of newer incarnations, which may need their checkpoints.
     limit = inf if incarnation is None else incarnation.first + ATTEMPTS_PER_INCARNATION

@@ -101,7 +101,7 @@ class ThreadChannel(StoreChannel):
         super().__init__(store, rank, world_size, location=location, config=config)
 
 
-# The route of bytes: epoch, sender, receiver, tag.
+# The route of bytes: generation, sender, receiver, tag.
 _Route = tuple[int, int, int, int]
 
 
@@ -118,10 +118,10 @@ class Meeting:
         self._sent: dict[_Route, bytes] = {}
         self._broken: set[int] = set()
 
-    def gather(self, epoch: int, rank: int, payload: bytes) -> list[bytes]:
+    def gather(self, generation: int, rank: int, payload: bytes) -> list[bytes]:
         """Return the payloads of all ranks. SecondaryError if a rank does not arrive in time."""
         with self._lock:
-            barrier = self._barriers.setdefault(epoch, threading.Barrier(self.world_size))
+            barrier = self._barriers.setdefault(generation, threading.Barrier(self.world_size))
             self._payloads[rank] = payload
         try:
             barrier.wait(self._timeout_s)
@@ -138,7 +138,7 @@ class Meeting:
             self._changed.notify_all()
 
     def take(self, route: _Route) -> bytes:
-        """Receive the bytes of a route. SecondaryError if the epoch is broken."""
+        """Receive the bytes of a route. SecondaryError if the generation is broken."""
         with self._changed:
             self._wait(route, lambda: route in self._sent)
             data = self._sent.pop(route)
@@ -146,14 +146,14 @@ class Meeting:
             return data
 
     def wait_until_taken(self, route: _Route) -> None:
-        """Wait until sent bytes are received. SecondaryError if the epoch is broken."""
+        """Wait until sent bytes are received. SecondaryError if the generation is broken."""
         with self._changed:
             self._wait(route, lambda: route not in self._sent)
 
-    def break_off(self, epoch: int) -> None:
-        """Fail all sends and receives of an epoch."""
+    def break_off(self, generation: int) -> None:
+        """Fail all sends and receives of a generation."""
         with self._changed:
-            self._broken.add(epoch)
+            self._broken.add(generation)
             self._changed.notify_all()
 
     def _wait(self, route: _Route, condition: Callable[[], bool]) -> None:
@@ -175,13 +175,13 @@ class ThreadCollective:
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.rank = rank
         self.world_size = meeting.world_size
-        self.epoch = 0
+        self.generation = 0
         self.calls = IoCount()
         self._meeting = meeting
 
-    def renew(self, epoch: int) -> None:
+    def renew(self, generation: int) -> None:
         """See `Collective.renew`."""
-        self.epoch = epoch
+        self.generation = generation
 
     def close(self) -> None:
         """See `Collective.close`."""
@@ -202,13 +202,13 @@ class ThreadCollective:
 
     def send(self, rank: int, data: memoryview, tag: int) -> Transfer:
         """See `Collective.send`."""
-        route = (self.epoch, self.rank, rank, tag)
+        route = (self.generation, self.rank, rank, tag)
         self._meeting.give(route, bytes(data))
         return _ThreadTransfer(lambda: self._meeting.wait_until_taken(route))
 
     def receive(self, rank: int, data: memoryview, tag: int) -> Transfer:
         """See `Collective.receive`."""
-        route = (self.epoch, rank, self.rank, tag)
+        route = (self.generation, rank, self.rank, tag)
 
         def take() -> None:
             data[:] = self._meeting.take(route)
@@ -217,14 +217,14 @@ class ThreadCollective:
 
     def break_off(self) -> None:
         """See `Collective.break_off`."""
-        self._meeting.break_off(self.epoch)
-        self.epoch += 1
+        self._meeting.break_off(self.generation)
+        self.generation += 1
 
     def _gather(self, payload: bytes) -> list[bytes]:
         try:
-            return self._meeting.gather(self.epoch, self.rank, payload)
+            return self._meeting.gather(self.generation, self.rank, payload)
         except RankError:
-            self.epoch += 1
+            self.generation += 1
             raise
 
 

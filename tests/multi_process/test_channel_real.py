@@ -527,7 +527,7 @@ def lose_the_bulk_connections(rank: int) -> Any:
     def bulk(*, skip: bool) -> bytes:
         with session.operation("load"):
             session.collective.renew(
-                exchange(session.channel, "open", lambda: session.collective.epoch, max)
+                exchange(session.channel, "open", lambda: session.collective.generation, max)
             )
 
             def receive() -> bytes:
@@ -542,7 +542,7 @@ def lose_the_bulk_connections(rank: int) -> Any:
         bulk(skip=True)
     except (ValueError, RankError) as error:
         failed = str(error)
-    return first, failed, bulk(skip=False), session.collective.epoch
+    return first, failed, bulk(skip=False), session.collective.generation
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def agree_on_start(
     session: Session,
     begin: Callable[[], WriterHandle],
     saver: SaverInfo,
-    is_urgent: Callable[[], bool] = bool,
+    is_urgent: Callable[[], bool],
 ) -> StartDecision | None:
     """Return how a save begins, or None if it is skipped. Collective: every rank calls this.
 

@@ -17,7 +17,7 @@ from msgspec import Struct, msgpack
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.messages import Failure
-from dist_ckpt.core.runtime.process import MAX_STEP_S, ProcessId, running_time
+from dist_ckpt.core.runtime.process import MAX_CLOCK_GAP_S, ProcessId, running_time
 from dist_ckpt.core.runtime.threads import run_after_fork
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.reports import SaveReport
@@ -205,7 +205,7 @@ class Link:
         while (message := self._decode_next()) is None:
             left_s = None if until is None else max(0.0, until - running_time())
             # Not a timeout of the socket: that would also apply to sends of other threads.
-            if not self.wait(None if left_s is None else min(left_s, MAX_STEP_S / 2)):
+            if not self.wait(None if left_s is None else min(left_s, MAX_CLOCK_GAP_S / 2)):
                 if not left_s:
                     return None
                 continue

@@ -10,6 +10,7 @@ import click
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import ExportResult
 from dist_ckpt.interop.hf import export as hf
+from dist_ckpt.interop.hf.export_plan import DEFAULT_SHARD_SIZE
 from dist_ckpt.interop.shrew import files
 from dist_ckpt.reports import format_size
 from dist_ckpt.tools.rewrite.write_plan import WritePlan
@@ -61,7 +62,10 @@ _FORMATS: Mapping[str, tuple[Callable[..., WritePlan[int]], frozenset[str]]] = {
     "[default: model for hf, all for torch]",
 )
 @click.option("--dtype", help="hf: convert floating-point tensors to this dtype, such as bf16.")
-@click.option("--max-shard-size", help="hf: maximum data per file, such as 500MiB.  [default: 5GB]")
+@click.option(
+    "--max-shard-size",
+    help=f"hf: maximum data per file, such as 500MiB.  [default: {DEFAULT_SHARD_SIZE}]",
+)
 @shared_options.selection
 @click.option(
     "--reflink", is_flag=True, help="hf: share data blocks with SOURCE if the file system can."

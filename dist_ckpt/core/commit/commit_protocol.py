@@ -106,7 +106,7 @@ def attempts_to_replace(storage: Storage, path: str, *, overwrite: bool) -> tupl
     Raises the errors of `claim` about the contents of the path. Does not check if writes work.
     """
     check_upgraded(storage, posixpath.dirname(refuse_linked_step(path)))
-    entries = list_replaceable(storage, path, lambda _: overwrite)
+    entries = list_if_replaceable(storage, path, lambda _: overwrite)
     if entries is None:
         return ()
     attempts = tuple(parse_attempts(entries))
@@ -115,7 +115,7 @@ def attempts_to_replace(storage: Storage, path: str, *, overwrite: bool) -> tupl
     return attempts
 
 
-def list_replaceable(
+def list_if_replaceable(
     storage: Storage, path: str, may_replace: MayReplace
 ) -> Sequence[Entry] | None:
     """Return the entries of `path`, which a new checkpoint may replace; None without the folder.
@@ -260,7 +260,7 @@ def _list_or_create(
     storage: Storage, path: str, new_folders: list[str], *, may_replace: MayReplace
 ) -> Sequence[Entry]:
     """Return the entries of `path`; create the folder if it is missing. Raises ExistsError."""
-    entries = list_replaceable(storage, path, may_replace)
+    entries = list_if_replaceable(storage, path, may_replace)
     if entries is None:
         make_folders(storage, path, new_folders)
         return []

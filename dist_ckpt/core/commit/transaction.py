@@ -265,7 +265,7 @@ class Transaction:
                 writing.decide(WriteDecision(tuple(differing), None))
             else:
                 by_rank = partial(receipts_by_rank, receipts)
-                self._decide(writing, encoded_catalog, fields, receipts, by_rank)
+                self._commit_and_answer(writing, encoded_catalog, fields, receipts, by_rank)
         answer = writing.result(WriteDecision)
         if answer.decision is not None:
             return answer.decision
@@ -277,7 +277,7 @@ class Transaction:
                 raise UnequalReplicasError(_unequal_replicas_text(gathered))
         raise AssertionError("the exchange raises the replicas that differ")
 
-    def _decide(
+    def _commit_and_answer(
         self,
         writing: Exchange,
         encoded_catalog: EncodedCatalog,

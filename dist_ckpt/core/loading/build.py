@@ -23,7 +23,7 @@ from dist_ckpt.core.format.strict_json import is_text
 from dist_ckpt.core.loading.load import advice_on_damage, load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.runtime.typed_msgpack import Message
-from dist_ckpt.core.state.tensors.plain_torch import make
+from dist_ckpt.core.state.tensors.plain_torch import make_torch_value
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import IncompatibleError, listed
 
@@ -76,7 +76,7 @@ def build(
         description, model = _make_model(session, path, table, component, opener, leases)
         kind, include = description.kind, f"{glob.escape(component)}.*"
         # The load compares both: a checkpoint that replaced this one may be of another kind.
-        config: dict[str, object] = decode_value(description.config, make=make)
+        config: dict[str, object] = decode_value(description.config, make=make_torch_value)
         options = LoadOptions(include=include, config=config, kind=kind)
         state, resolved = {component: model}, description.path
         try:
@@ -109,7 +109,7 @@ def _make_model(
         description = describing.result(_ModelDescription)
         with session.channel.exchange("make"):
             kind = description.kind
-            model = table[kind](decode_value(description.config, make=make))
+            model = table[kind](decode_value(description.config, make=make_torch_value))
             if not isinstance(model, nn.Module):
                 raise TypeError(
                     f"table[{kind!r}] has returned a {type(model).__name__}: return the model"

@@ -23,7 +23,7 @@ from dist_ckpt.core.loading.shared_read.group import find_shared_requests
 from dist_ckpt.core.planning.selection import find_unmatched_on_all
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.state.binding.bind import unexpected_problem
-from dist_ckpt.core.state.tensors.plain_torch import make
+from dist_ckpt.core.state.tensors.plain_torch import make_torch_value
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import (
     CheckpointError,
@@ -46,7 +46,7 @@ class LoadRequest(Message, frozen=True):
 
     `path` has all paths if there are several. `sources` has the key and the path of each source, in
     order. `keys` has the names and keys of `PerRank` values in this rank's template.
-    `connection_epoch` numbers the bulk connections.
+    `connection_generation` numbers the bulk connections.
     """
 
     path: str | tuple[str, ...]
@@ -56,7 +56,7 @@ class LoadRequest(Message, frozen=True):
     read_once: ReadOnce
     host: str
     keys: tuple[tuple[str, Key], ...]
-    connection_epoch: int
+    connection_generation: int
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -75,7 +75,7 @@ class OpenedMessage(Message, frozen=True):
     attempts: tuple[tuple[str, Attempt], ...]
     indexes: tuple[bytes, ...] | None
     keys: dict[str, tuple[Key, ...]]
-    connection_epoch: int
+    connection_generation: int
     shared_read_id: str
 
 
@@ -159,7 +159,7 @@ class JobTotals(Message, frozen=True):
     slowest_s: float
 
 
-def open_sources(
+def decode_sources(
     opened: OpenedMessage,
     checkpoints: tuple[OpenCheckpoint, ...],
     encoded: Sequence[bytes],
@@ -169,7 +169,7 @@ def open_sources(
     if not checkpoints:
         parts = zip(storages, opened.attempts, encoded, strict=True)
         checkpoints = tuple(
-            OpenCheckpoint(storage, path, attempt, _decode_index(index), make=make)
+            OpenCheckpoint(storage, path, attempt, _decode_index(index), make=make_torch_value)
             for storage, (path, attempt), index in parts
         )
     for checkpoint in checkpoints:
@@ -211,7 +211,7 @@ def resolve_checkpoints(
     for storage, source in zip(storages, requests[0].paths, strict=True):
         try:
             path = opener.resolve(storage, source, leases)
-            checkpoints.append(OpenCheckpoint.at(storage, path, make=make))
+            checkpoints.append(OpenCheckpoint.at(storage, path, make=make_torch_value))
         except (CheckpointError, ValueError) as error:
             errors.append(error)
     if len(errors) > 1:
@@ -229,7 +229,7 @@ def resolve_checkpoints(
         attempts=tuple((checkpoint.path, checkpoint.attempt) for checkpoint in checkpoints),
         indexes=encoded if is_short else None,
         keys=_merge_keys(requests),
-        connection_epoch=max(request.connection_epoch for request in requests),
+        connection_generation=max(request.connection_generation for request in requests),
         shared_read_id=os.urandom(16).hex() if can_share else "",
     )
     return opened, tuple(checkpoints), encoded

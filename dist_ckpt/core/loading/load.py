@@ -29,13 +29,6 @@ from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.attempts import MAX_TRIES
 from dist_ckpt.core.commit.records.checks import name_newest_good, note_check
 from dist_ckpt.core.format.filenames import Attempt
-from dist_ckpt.core.loading.check import (
-    LoadArguments,
-    LoadCall,
-    PreparedLoad,
-    check_load,
-    read_arguments,
-)
 from dist_ckpt.core.loading.coordinator import (
     CheckFindings,
     JobTotals,
@@ -44,11 +37,18 @@ from dist_ckpt.core.loading.coordinator import (
     RankTotals,
     ResolvedSources,
     decide_load,
-    open_sources,
+    decode_sources,
     resolve_checkpoints,
     sum_totals,
 )
 from dist_ckpt.core.loading.load_options import LoadOptions, ReadOnce, Sources, sources_text
+from dist_ckpt.core.loading.prepare import (
+    LoadArguments,
+    LoadCall,
+    PreparedLoad,
+    prepare_load,
+    read_arguments,
+)
 from dist_ckpt.core.loading.shared_read.group import (
     SharedReadGroup,
     UnreachableRanks,
@@ -298,7 +298,7 @@ def _open(
             )
             opening.decide(answer)
     opened = opening.result(OpenedMessage)
-    session.collective.renew(opened.connection_epoch)
+    session.collective.renew(opened.connection_generation)
     if opened.indexes is not None:
         encoded = opened.indexes
     else:  # too long for the answer
@@ -307,7 +307,7 @@ def _open(
             sent = session.collective.broadcast(own)
             encoded = typed_msgpack.decode(sent, tuple[bytes, ...])
     arguments = arguments.with_paths([path for path, _ in opened.attempts])
-    return arguments, open_sources(opened, checkpoints, encoded, arguments.storages)
+    return arguments, decode_sources(opened, checkpoints, encoded, arguments.storages)
 
 
 def _check(
@@ -318,7 +318,7 @@ def _check(
         with ExitStack() as guards:
             for checkpoint in sources.checkpoints:
                 guards.enter_context(checkpoint.handle_damage())
-            return check_load(call, arguments, sources, stack)
+            return prepare_load(call, arguments, sources, stack)
     except NotFoundError:
         return None, CheckFindings(is_gone=True)
 

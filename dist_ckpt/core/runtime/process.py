@@ -13,7 +13,7 @@ from typing import Literal
 from dist_ckpt.core.runtime.typed_msgpack import Message
 
 # The most that the running clock counts between two calls. Every wait reads it more often.
-MAX_STEP_S = 0.5
+MAX_CLOCK_GAP_S = 0.5
 
 # "blocked": the process is in a call of the kernel that no signal ends.
 ProcessState = Literal["running", "stopped", "blocked", "ending", "ended", "unknown"]
@@ -49,7 +49,7 @@ class _RunningClock:
     def read(self) -> float:
         with self._lock:
             now = time.monotonic()
-            self._total_s += min(now - self._last, MAX_STEP_S)
+            self._total_s += min(now - self._last, MAX_CLOCK_GAP_S)
             self._last = now
             return self._total_s
 
@@ -64,7 +64,7 @@ def running_time() -> float:
     """Return the seconds of a clock for deadlines, which a stop of this process does not move.
 
     A scheduler may suspend a job (SIGSTOP) for an hour: no deadline may pass meanwhile. Between two
-    calls in this process it counts `MAX_STEP_S` at most. So a wait must call it more often.
+    calls in this process it counts `MAX_CLOCK_GAP_S` at most. So a wait must call it more often.
     """
     return _clock.read()
 

@@ -80,13 +80,13 @@ class SaveProposal(Message, frozen=True):
     """The arguments of a rank, and its cache.
 
     `cached` is the `save_name` of the cached plan if that plan is valid on this rank, else "".
-    `connection_epoch` numbers the bulk connections. `unmatched` has a text for each pattern that
-    matches nothing on this rank.
+    `connection_generation` numbers the bulk connections. `unmatched` has a text for each pattern
+    that matches nothing on this rank.
     """
 
     arguments: SaveArguments
     cached: str
-    connection_epoch: int
+    connection_generation: int
     unmatched: tuple[str, ...]
 
 
@@ -98,11 +98,11 @@ class SaveAgreement(Message, Generic[NameT], frozen=True):
     """The answer to the proposals: the name of the save if the cached plan is valid on all ranks.
 
     The name is an attempt, or the id of a snapshot, and unique in this group. None means that the
-    ranks must make a new plan. `connection_epoch` numbers the bulk connections.
+    ranks must make a new plan. `connection_generation` numbers the bulk connections.
     """
 
     name: NameT | None
-    connection_epoch: int
+    connection_generation: int
 
 
 class Preparation(Protocol):
@@ -138,30 +138,30 @@ def agree(
             prepared.accept_plan(cached)
         else:
             cached = None
-        cached_name, epoch = cached.save_name if cached else "", session.collective.epoch
-        proposal = SaveProposal(prepared.arguments, cached_name, epoch, prepared.unmatched)
+        cached_name, generation = cached.save_name if cached else "", session.collective.generation
+        proposal = SaveProposal(prepared.arguments, cached_name, generation, prepared.unmatched)
         if (proposals := agreeing.gather(proposal)) is not None:
-            is_cached = check_proposals(proposals)
+            is_cached = compare_proposals(proposals)
             save_name = claim(prepared, cached) if is_cached and cached is not None else None
-            epoch = max(proposal.connection_epoch for proposal in proposals)
-            agreeing.decide(SaveAgreement(save_name, epoch))
+            generation = max(proposal.connection_generation for proposal in proposals)
+            agreeing.decide(SaveAgreement(save_name, generation))
     agreement = agreeing.result(agreement_type)
     if agreement.name is not None and cached is not None:
         return prepared, agreement.name, cached
-    session.collective.renew(agreement.connection_epoch)
+    session.collective.renew(agreement.connection_generation)
     with session.channel.exchange("plan") as planning:
         plan = plan_together(session, prepared.inventory)
         prepared.accept_plan(plan)
         planning.gather(None)
         if planning.is_coordinator:
-            planning.decide(SaveAgreement(claim(prepared, plan), agreement.connection_epoch))
+            planning.decide(SaveAgreement(claim(prepared, plan), agreement.connection_generation))
     chosen = planning.result(agreement_type).name
     assert chosen is not None
     session.cache(SaveCache).plan = replace(plan, save_name=str(chosen))
     return prepared, chosen, plan
 
 
-def check_proposals(proposals: Sequence[SaveProposal]) -> bool:
+def compare_proposals(proposals: Sequence[SaveProposal]) -> bool:
     """Return True if the cached plan is valid on all ranks.
 
     ValueError if the arguments differ, or a pattern matches nothing on any rank.

@@ -50,18 +50,21 @@ _log = logging.getLogger("dist_ckpt")
 
 
 class CarryRequest(Message, frozen=True):
-    """The source, equal on all ranks. `connection_epoch` numbers the bulk connections of a rank."""
+    """The source, equal on all ranks.
+
+    `connection_generation` numbers the bulk connections of a rank.
+    """
 
     carry_over: str
     attempt: str
-    connection_epoch: int
+    connection_generation: int
 
 
 class CarrySourceInfo(Message, frozen=True):
     """The attempt of the source, and the number of the bulk connections that send its index."""
 
     attempt: Attempt
-    connection_epoch: int
+    connection_generation: int
 
 
 class RestoredNames(Message, frozen=True):
@@ -130,16 +133,16 @@ def open_source(
     channel, encoded, reads = session.channel, b"", IoCount()
     with channel.exchange("carry") as opening:
         loaded, excluded = _check_report(report, channel.world_size), parse_selection(None, exclude)
-        request = CarryRequest(loaded.path, loaded.attempt, session.collective.epoch)
+        request = CarryRequest(loaded.path, loaded.attempt, session.collective.generation)
         if (requests := opening.gather(request)) is not None:
             check_equal_on_all_ranks("save", requests, ("carry_over", "attempt"))
             counting = CountingStorage(storage or open_storage(loaded.path)[0])
             attempt, source = _find_source(counting, loaded)
             encoded, reads = index_json.encode(source), counting.reads
-            epoch = max(request.connection_epoch for request in requests)
-            opening.decide(CarrySourceInfo(attempt, epoch))
+            generation = max(request.connection_generation for request in requests)
+            opening.decide(CarrySourceInfo(attempt, generation))
     info = opening.result(CarrySourceInfo)
-    session.collective.renew(info.connection_epoch)
+    session.collective.renew(info.connection_generation)
     with channel.exchange("carried names"):
         index = index_json.decode(session.collective.broadcast(encoded or None))
         assert isinstance(index, Index)

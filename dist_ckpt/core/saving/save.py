@@ -57,12 +57,25 @@ MAX_MIRRORED_CHARS = 1024
 CheckReplicas = Literal["sample", "all"]
 
 
+def never_urgent() -> bool:
+    """Return False: a background save waits for an earlier save."""
+    return False
+
+
+def need_no_room(_nbytes: int) -> None:
+    """Do nothing: the save removes nothing to make room on the storage."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
     """The options of `save`. Call `check` inside an exchange, so that all ranks raise its error.
 
-    Only a run sets the last four. An `is_urgent` background save does not wait for an earlier one.
-    Rank 0 calls `make_room` with the number of bytes, before the claim.
+    Only a run sets the last four fields:
+
+    - `incarnation` is the incarnation of the run: a save of an older incarnation is refused.
+    - `boundary` is the number of this call of `run.step` or `run.poll`, equal on all ranks.
+    - `is_urgent` returns True if a background save must not wait for an earlier save.
+    - `make_room` removes old checkpoints. Rank 0 passes the bytes to write, before the claim.
     """
 
     step: int | None = None
@@ -80,8 +93,8 @@ class SaveOptions:
     check_replicas: CheckReplicas = "sample"
     incarnation: Incarnation | None = None
     boundary: int | None = None
-    is_urgent: Callable[[], bool] = bool
-    make_room: Callable[[int], object] = int
+    is_urgent: Callable[[], bool] = never_urgent
+    make_room: Callable[[int], None] = need_no_room
 
     def check(self) -> None:
         """Raise TypeError or ValueError for options that are not valid."""
@@ -241,7 +254,7 @@ def save_together(
     """Save over a given session. Collective: every rank of the session calls this."""
     with (
         session.operation(f"save to {path}"),
-        ExitStack() as lease,
+        ExitStack() as lease_stack,
         Transaction(session.channel, session.config) as transaction,
     ):
         phases = Phases("save", str(path), quiet=session.channel.rank != COORDINATOR)
@@ -258,15 +271,15 @@ def save_together(
             transaction.join_attempt(prepared.storage, prepared.arguments.path, attempt)
             carried = None if source is None else source.plan_names(plan.save_plan)
         cache = session.cache(SaveCache)
-        writer = _RankWriter(session, options, prepared, plan, carried, lease)
+        writer = _RankWriter(session, options, prepared, plan, carried, lease_stack)
         with phases.phase("write"):
-            catalog = plan.encoded_catalog if carried is None else carried.encoded_catalog
+            encoded_catalog = (plan if carried is None else carried).encoded_catalog
             try:
-                decision = transaction.commit(catalog, options.index_fields(), writer.write)
+                decision = transaction.commit(encoded_catalog, options.index_fields(), writer.write)
             except UnequalReplicasError:
                 cache.plan = None  # with a new plan, the next save compares in full again
                 raise
-        lease.close()
+        lease_stack.close()
         if writer.saved is not None:
             cache.linkable_saves = cache.linkable_saves.plus(writer.saved)
         with phases.phase("clean up"):
@@ -336,7 +349,7 @@ def _claim(
 class _RankWriter:
     """Writes the files of this rank, once. `saved` has the files to which later saves can link.
 
-    On the coordinator, `lease` gets the lease on the source of `carried`.
+    On the coordinator, `lease_stack` gets the lease on the source of `carried`.
     """
 
     session: Session
@@ -344,7 +357,7 @@ class _RankWriter:
     prepared: _PreparedSave
     plan: AgreedPlan
     carried: CarryOver | None
-    lease: ExitStack
+    lease_stack: ExitStack
     saved: SavedFiles | None = None
 
     def write(self, folder: str) -> RankWriteResult:
@@ -359,7 +372,7 @@ class _RankWriter:
         files = local_state.files(self.plan.save_plan, step, metadata, attached)
         if carried is not None:
             if session.channel.rank == COORDINATOR:
-                carried.source.take_lease(storage, self.lease)
+                carried.source.take_lease(storage, self.lease_stack)
             with not_found_if_removed(storage, carried.source.path, carried.source.attempt):
                 objects = carried.encode_objects_files(storage, files.objects, session.channel.rank)
                 receipts, linked = carried.write(session, storage, folder, step)

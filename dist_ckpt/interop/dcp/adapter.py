@@ -50,7 +50,7 @@ from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.saving.local_save_state import StateReader
 from dist_ckpt.core.saving.save import SaveOptions, save_together
 from dist_ckpt.core.state.binding.sources.rename import Rename, parse_rename
-from dist_ckpt.core.state.tensors.plain_torch import make
+from dist_ckpt.core.state.tensors.plain_torch import make_torch_value
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.default_opener import OPENER
@@ -279,7 +279,7 @@ class StorageReader(dcp.StorageReader):
         path = _check_path(self.checkpoint_id, "StorageReader")
         self._phases = Phases("load", os.fspath(path), quiet=_job_rank() != COORDINATOR)
         with self._phases.phase("open"):
-            opened = OpenCheckpoint.open(path, opener=OPENER, make=make)
+            opened = OpenCheckpoint.open(path, opener=OPENER, make=make_torch_value)
             keys = DcpKeys(opened, self._rank)
             self._opened = opened, keys
             return keys.metadata(StorageMeta(checkpoint_id=self.checkpoint_id))

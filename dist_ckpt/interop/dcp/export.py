@@ -22,7 +22,7 @@ from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.planning.selection import Selection, excluded_names, parse_selection
 from dist_ckpt.core.runtime.torch_private import DCP_VERSION, DcpStorageInfo
 from dist_ckpt.core.state.tensors.local_tensors import torch_dtype
-from dist_ckpt.core.state.tensors.plain_torch import make
+from dist_ckpt.core.state.tensors.plain_torch import make_torch_value
 from dist_ckpt.core.state.tree.containers import RECORD
 from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.default_opener import OPENER
@@ -132,7 +132,7 @@ def _open_selected(
 ) -> tuple[OpenCheckpoint, DcpKeys, Metadata]:
     storage, path = OPENER.find(source)
     check_outside(real_path(path), real_path(open_storage(folder)[1]))
-    opened = OpenCheckpoint.at(storage, path, make=make)
+    opened = OpenCheckpoint.at(storage, path, make=make_torch_value)
     stored = DcpKeys(opened, rank=0)
     if unmatched := selection.unmatched((*stored.names.values(), *stored.per_rank)):
         raise ValueError("; ".join(unmatched))

@@ -341,11 +341,11 @@ def _find_value(planner: SavePlanner, item: WriteItem) -> object:
 class _ReadRequests(Message, frozen=True):
     """The encoded requests of one rank, or None if they are too long.
 
-    `connection_epoch` numbers the bulk connections.
+    `connection_generation` numbers the bulk connections.
     """
 
     encoded_requests: bytes | None
-    connection_epoch: int
+    connection_generation: int
 
 
 class _SharedRequests(Message, frozen=True):
@@ -353,7 +353,7 @@ class _SharedRequests(Message, frozen=True):
 
     ranks_share_blocks: bool
     encoded_requests: tuple[bytes, ...]
-    connection_epoch: int
+    connection_generation: int
 
 
 class PlannedReads:
@@ -403,15 +403,17 @@ class PlannedReads:
             stack.callback(files.close)
             links, own = prepare_shared_read(session, shared_read_id, files, stack)
             encoded = own if fits_exchange(len(own), session.channel.world_size) else None
-            gathered = checking.gather(_ReadRequests(encoded, session.collective.epoch))
+            gathered = checking.gather(_ReadRequests(encoded, session.collective.generation))
             if gathered is not None:
                 ranks_share_blocks, encoded_requests = find_shared_requests(
                     [request.encoded_requests for request in gathered], between_hosts=False
                 )
-                epoch = max(request.connection_epoch for request in gathered)
-                checking.decide(_SharedRequests(ranks_share_blocks, tuple(encoded_requests), epoch))
+                generation = max(request.connection_generation for request in gathered)
+                checking.decide(
+                    _SharedRequests(ranks_share_blocks, tuple(encoded_requests), generation)
+                )
         shared = checking.result(_SharedRequests)
-        session.collective.renew(shared.connection_epoch)
+        session.collective.renew(shared.connection_generation)
         if not shared.ranks_share_blocks:
             return files, targets, None
         with session.channel.exchange("prepare") as preparing:

@@ -30,7 +30,7 @@ from dist_ckpt.core.format.index.index import TensorRecord
 from dist_ckpt.core.planning.selection import Selection, excluded_names, parse_selection
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, build_saved_tree
 from dist_ckpt.core.state.tensors.local_tensors import torch_dtype
-from dist_ckpt.core.state.tensors.plain_torch import make
+from dist_ckpt.core.state.tensors.plain_torch import make_torch_value
 from dist_ckpt.core.state.tree.containers import RECORD, create_container, is_mapping
 from dist_ckpt.core.storage import real_path
 from dist_ckpt.default_opener import OPENER
@@ -116,7 +116,7 @@ def plan_export_file(
     storage, source_path = OPENER.find(source)
     path = check_new_file(file, overwrite=overwrite)
     check_outside(real_path(source_path), real_path(path))
-    opened = OpenCheckpoint.at(storage, source_path, make=make)
+    opened = OpenCheckpoint.at(storage, source_path, make=make_torch_value)
     saved = build_saved_tree(opened.catalog, opened.objects(), opened.objects)
     state, contained, not_plain = build_torch_state(saved, source_path, only, selection)
     # The widest dtype first, so that each tensor is aligned to it.

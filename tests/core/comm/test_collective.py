@@ -66,12 +66,12 @@ def test_a_thread_rank_that_breaks_off_lets_all_transfers_fail():
     def run(rank: int, _: ThreadChannel, collective: ThreadCollective) -> object:
         if rank == 2:
             collective.break_off()
-            return collective.epoch
+            return collective.generation
         data = memoryview(bytearray(1))
         transfer = collective.receive(2, data, 0) if rank else collective.send(1, data, 9)
         with pytest.raises(SecondaryError):
             transfer.wait()
-        return collective.epoch
+        return collective.generation
 
     assert run_ranks(run, world_size=3, harness="threads") == [0, 0, 1]
 
@@ -82,10 +82,10 @@ def test_after_a_failure_thread_ranks_meet_again_once_they_agree_on_an_epoch():
             with pytest.raises(RankError, match="did not all meet"):
                 collective.broadcast(b"first" if rank == 0 else None)
         channel.enter("again")
-        collective.renew(exchange(channel, "agree", lambda: collective.epoch, max))
+        collective.renew(exchange(channel, "agree", lambda: collective.generation, max))
         data = collective.broadcast(b"second" if rank == 0 else None)
         channel.leave()
-        return collective.epoch, data
+        return collective.generation, data
 
     outcomes = try_ranks(
         run,

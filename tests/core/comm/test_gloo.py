@@ -32,6 +32,6 @@ def test_connections_that_were_left_in_mid_collective_are_made_anew(error, raise
         patch.setattr(collective, "_send", interrupt)
         with pytest.raises(raised):
             collective.broadcast(b"data")
-    assert collective.epoch == 1
+    assert collective.generation == 1
     assert collective.broadcast(b"data") == b"data"
-    assert collective.epoch == 1
+    assert collective.generation == 1

@@ -117,9 +117,9 @@ def test_an_operation_is_left_also_if_an_interrupt_meets_its_end(monkeypatch):
 def test_the_bulk_connections_have_the_number_that_they_are_renewed_with():
     def run(rank: int, channel: ThreadChannel, collective: ThreadCollective) -> object:
         session = Session(channel, collective)
-        assert session.collective.epoch == 0
+        assert session.collective.generation == 0
         session.collective.renew(3)
-        return collective.epoch
+        return collective.generation
 
     outcomes = try_ranks(run, world_size=2, harness="threads")
     assert [outcome.value for outcome in outcomes] == [3, 3]

@@ -20,7 +20,7 @@ from dist_ckpt.core.commit.records.protections import DELETION_INTENT_S, Checkpo
 from dist_ckpt.core.storage import Storage, forwarding
 from dist_ckpt.core.storage.forwarding import DeadlineStorage
 from dist_ckpt.errors import NotFoundError, StorageError
-from dist_ckpt.runs.prune import delete_at, finish
+from dist_ckpt.runs.prune import delete_at, finish_removals
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from run_folders import ROOT, committed, put
 
@@ -127,7 +127,7 @@ def test_what_a_late_rename_may_still_remove_is_not_leased(
     assert list_attempts(mount, f"{ROOT}/step-1") == []
     with pytest.raises(NotFoundError, match=r"is about to be removed|was removed"):
         Lease(subject(mount, where), 60.0).take()
-    finish(mount, ROOT, subject(mount, where).annotations())
+    finish_removals(mount, ROOT, subject(mount, where).annotations())
     assert subject(mount, where).annotations() == ()
 
 

@@ -6,7 +6,7 @@ import torch
 
 from dist_ckpt.core.format.objects.plain_codec import decode_value, encode_value
 from dist_ckpt.core.format.objects.plain_types import ArrayValue, Device, DTypeValue, NumpyScalar
-from dist_ckpt.core.state.tensors.plain_torch import make, without_tensors
+from dist_ckpt.core.state.tensors.plain_torch import make_torch_value, without_tensors
 from dist_ckpt.errors import IncompatibleError
 
 EXOTIC = torch.arange(4, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -24,7 +24,7 @@ EXOTIC = torch.arange(4, dtype=torch.uint8).view(torch.float8_e4m3fn)
     ],
 )
 def test_what_needs_torch_or_numpy_comes_back_as_it_was(value: object) -> None:
-    back = decode_value(encode_value(value), make=make)
+    back = decode_value(encode_value(value), make=make_torch_value)
     assert type(back) is type(value)
     assert back == value
 
@@ -41,7 +41,7 @@ def test_what_needs_torch_or_numpy_comes_back_as_it_was(value: object) -> None:
 )
 def test_tensors_come_back_bit_for_bit_and_writable(tensor: torch.Tensor) -> None:
     data = encode_value(without_tensors({"a": (tensor,)}, "p"))
-    back = decode_value(data, make=make)
+    back = decode_value(data, make=make_torch_value)
     assert encode_value(without_tensors(back, "p")) == data
     assert back["a"][0].dtype == tensor.dtype
     if tensor.dtype is not torch.float8_e4m3fn:
@@ -51,7 +51,7 @@ def test_tensors_come_back_bit_for_bit_and_writable(tensor: torch.Tensor) -> Non
 
 def test_numpy_arrays_come_back_as_arrays() -> None:
     array = np.arange(6, dtype=np.uint16)[::-1]
-    back = decode_value(encode_value(without_tensors([array], "p")), make=make)[0]
+    back = decode_value(encode_value(without_tensors([array], "p")), make=make_torch_value)[0]
     assert type(back) is np.ndarray
     assert back.dtype == np.uint16
     assert back.tolist() == array.tolist()
@@ -64,10 +64,10 @@ def test_a_tensor_without_bytes_of_its_own_is_refused_by_its_place() -> None:
 
 def test_stand_ins_that_cannot_be_made_are_errors() -> None:
     with pytest.raises(ValueError, match="not a device"):
-        make(Device("toaster:1"))
+        make_torch_value(Device("toaster:1"))
     with pytest.raises(IncompatibleError, match="float1"):
-        make(DTypeValue("float1"))
+        make_torch_value(DTypeValue("float1"))
     with pytest.raises(ValueError, match="size"):
-        make(NumpyScalar("<f4", b"123"))
+        make_torch_value(NumpyScalar("<f4", b"123"))
     with pytest.raises(IncompatibleError, match="dtype"):
-        make(ArrayValue("float1", (0,), b""))
+        make_torch_value(ArrayValue("float1", (0,), b""))

@@ -49,7 +49,7 @@ class InjectedError(Exception):
 
 # From the commit to the answer that tells of it, on rank 0; the commit itself comes first.
 VERDICT = (
-    "Transaction._decide",
+    "Transaction._commit_and_answer",
     "Transaction._write",
     "Transaction.commit",
     "Exchange.decide",

@@ -20,7 +20,7 @@ from dist_ckpt.core.state.binding.bind import (
     unexpected_problem,
 )
 from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory
-from dist_ckpt.core.state.tensors.plain_torch import make
+from dist_ckpt.core.state.tensors.plain_torch import make_torch_value
 from dist_ckpt.errors import IncompatibleError
 
 
@@ -116,7 +116,7 @@ class InMemory:
         return self._decoded(self._others[rank])
 
     def _decoded(self, data: bytes) -> objects_file.ObjectsFile:
-        return objects_file.decode(data, make=make)
+        return objects_file.decode(data, make=make_torch_value)
 
     def _copy(self, fqn: str, shape: Any, cell: Any, target: Any) -> None:
         for (stored_fqn, stored), data in self.bytes.items():

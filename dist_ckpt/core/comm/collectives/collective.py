@@ -28,19 +28,19 @@ class Transfer(Protocol):
 class Collective(Protocol):
     """A group's bulk collectives: every rank makes the same calls in the same order.
 
-    A call that fails raises RankError, ends the connections, and adds 1 to this rank's `epoch`, the
-    number of its connections. Before the next call, all ranks must agree on the highest epoch over
-    the control channel, and call `renew` with it.
+    A call that fails raises RankError, ends the connections, and adds 1 to this rank's
+    `generation`, the number of its connections. Before the next call, all ranks must agree on the
+    highest generation over the control channel, and call `renew` with it.
 
     `calls` counts the calls so far, and the bytes that this rank has sent in them.
     """
 
     rank: int
     world_size: int
-    epoch: int
+    generation: int
     calls: IoCount
 
-    def renew(self, epoch: int) -> None:
+    def renew(self, generation: int) -> None:
         """Use connections of this number from now on; do nothing if they are in use."""
 
     def all_gather_distinct(self, payload: bytes) -> DistinctPayloads:
@@ -89,12 +89,12 @@ class SingleProcessCollective:
 
     rank = 0
     world_size = 1
-    epoch = 0
+    generation = 0
 
     def __init__(self) -> None:
         self.calls = IoCount()
 
-    def renew(self, epoch: int) -> None:
+    def renew(self, generation: int) -> None:
         """Do nothing: a single process has no connections."""
 
     def all_gather_distinct(self, payload: bytes) -> DistinctPayloads:

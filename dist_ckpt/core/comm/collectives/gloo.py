@@ -49,17 +49,17 @@ class GlooCollective:
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.epoch = 0
+        self.generation = 0
         self.calls = IoCount()
         self._open_store = open_store
         self._timeout = timedelta(seconds=timeout_s)
         self._group: _Group | None = None
 
-    def renew(self, epoch: int) -> None:
+    def renew(self, generation: int) -> None:
         """See `Collective.renew`."""
-        if epoch != self.epoch:
+        if generation != self.generation:
             self.close()
-            self.epoch = epoch
+            self.generation = generation
 
     def close(self) -> None:
         """See `Collective.close`."""
@@ -116,7 +116,7 @@ class GlooCollective:
         """See `Collective.break_off`."""
         if (group := self._group) is None:
             return
-        self.renew(self.epoch + 1)
+        self.renew(self.generation + 1)
         # Gloo cannot abort, but closes all connections when one message is late. One connection
         # that is still open is enough.
         for other in range(self.world_size):
@@ -135,7 +135,7 @@ class GlooCollective:
         except BaseException as error:
             # A gloo connection that failed once fails for ever, on every rank. One that was left
             # in the middle of a collective would pass its bytes to the next.
-            self.renew(self.epoch + 1)
+            self.renew(self.generation + 1)
             if not isinstance(error, RuntimeError):
                 raise
             raise _secondary_error(error) from error

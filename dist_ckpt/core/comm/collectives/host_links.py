@@ -22,7 +22,7 @@ from contextlib import suppress
 
 from dist_ckpt.core.comm.messages import SecondaryError
 from dist_ckpt.core.runtime.host_memory import create_anonymous
-from dist_ckpt.core.runtime.process import MAX_STEP_S, running_time
+from dist_ckpt.core.runtime.process import MAX_CLOCK_GAP_S, running_time
 
 MAX_MESSAGE_NBYTES = 64
 
@@ -92,7 +92,7 @@ class HostLinks:
                     f"no connection from rank {min(missing)} within {self._timeout_s:g} s"
                 )
             try:
-                self._server.settimeout(min(left_s, MAX_STEP_S / 2))
+                self._server.settimeout(min(left_s, MAX_CLOCK_GAP_S / 2))
                 link, _ = self._server.accept()
             except TimeoutError:
                 continue

@@ -69,7 +69,7 @@ class PollInterval:
 
 # How long a rank that missed an operation waits for the others to begin the next one. If they do,
 # the rank's own call belongs to the next operation.
-GRACE_S = 1.0
+NEXT_OPERATION_WAIT_S = 1.0
 
 
 @dataclass(slots=True)
@@ -157,7 +157,7 @@ class FailureDetector:
         self._seen_notes: dict[str, tuple[bytes | None, bytes | None]] = {}
         self._heartbeat_timeout_s = config.heartbeat_timeout_s
         self._late_timeout_s = config.late_timeout_s
-        self._grace_s = min(GRACE_S, config.heartbeat_timeout_s / 4)
+        self._grace_s = min(NEXT_OPERATION_WAIT_S, config.heartbeat_timeout_s / 4)
         self._max_counted_s = config.heartbeat_timeout_s / 4  # of silence that one look may count
         self._last_seen: dict[int, _LastSeen] = {}
 

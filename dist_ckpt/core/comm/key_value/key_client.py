@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgpack
 
 from dist_ckpt.core.comm.key_value.client_thread import PART_NBYTES
-from dist_ckpt.core.runtime.process import MAX_STEP_S, running_time
+from dist_ckpt.core.runtime.process import MAX_CLOCK_GAP_S, running_time
 
 TOKEN_NBYTES = 32
 GREETING = b"dist_ckpt keys 1"
@@ -31,7 +31,7 @@ MAX_KEYS_PER_MESSAGE = 1 << 16
 MAX_KEY_CHARS = 1024
 
 # How long a client tries each address of a host name.
-ATTEMPT_S = 5.0
+CONNECT_TRY_S = 5.0
 MAX_PAUSE_S = 0.5
 
 # The number of connections to try: a server with many unknown peers may end a connection before it
@@ -195,7 +195,7 @@ class KeyClient:
     def _receive_exactly(self, nbytes: int, until: float) -> bytes:
         data = bytearray()
         while len(data) < nbytes:
-            self._socket.settimeout(min(_remaining_s(until), MAX_STEP_S / 2))
+            self._socket.settimeout(min(_remaining_s(until), MAX_CLOCK_GAP_S / 2))
             with suppress(TimeoutError):
                 data += check_received(self._socket.recv(min(nbytes - len(data), MAX_READ_NBYTES)))
         return bytes(data)
@@ -203,7 +203,7 @@ class KeyClient:
     def _send_all(self, data: bytes, until: float) -> None:
         rest = memoryview(data)
         while rest:
-            self._socket.settimeout(min(_remaining_s(until), MAX_STEP_S / 2))
+            self._socket.settimeout(min(_remaining_s(until), MAX_CLOCK_GAP_S / 2))
             with suppress(TimeoutError):
                 rest = rest[self._socket.send(rest) :]
 
@@ -226,7 +226,7 @@ def _open_socket(address: tuple[str, int], until: float) -> socket.socket:
     ):
         link = socket.socket(family, kind, protocol)
         try:
-            link.settimeout(min(_remaining_s(until), ATTEMPT_S))
+            link.settimeout(min(_remaining_s(until), CONNECT_TRY_S))
             link.connect(endpoint)
             # Without a listener on this host, a socket can be connected with itself.
             if link.getsockname() == link.getpeername():

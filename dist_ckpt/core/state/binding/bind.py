@@ -78,7 +78,7 @@ def bind(
     """
     context = BindContext(template, saved, selection, keys, strict=strict, cast=cast)
     if not saved.problems and (fill_root := _bind_root(context)) is not None:
-        context.effects.append(fill_root)
+        context.value_setters.append(fill_root)
     return Binding(context)
 
 
@@ -104,8 +104,8 @@ class Binding:
         self.resharded = tuple(context.targets.resharded)
         self.wanted: tuple[TensorRequest, ...] = context.targets.wanted()
         self.makes_memory = bool(context.targets.new_tensors)
-        self.assigns_values = bool(context.assigns or context.effects)
-        self.loads_objects = bool(context.loads or context.generators)
+        self.assigns_values = bool(context.tensor_setters or context.value_setters)
+        self.loads_objects = bool(context.object_loads or context.generators)
         self.unclaimed = context.unclaimed()
         self.unmatched = () if saved.problems else context.unmatched()
         self.problems = (*saved.problems, *context.problems)
@@ -158,10 +158,10 @@ class Binding:
 
     def assign_values(self) -> None:
         """Assign plain values and new tensors; modules first, in the order of `load_objects`."""
-        for _, assign in sorted(self._context.assigns, key=itemgetter(0)):
+        for _, assign in sorted(self._context.tensor_setters, key=itemgetter(0)):
             assign()
-        for effect in self._context.effects:
-            effect()
+        for set_value in self._context.value_setters:
+            set_value()
 
     def load_objects(self) -> None:
         """Call load_state_dict and set_extra_state of the state's objects; set generators last.
@@ -169,7 +169,7 @@ class Binding:
         The calls are sorted by name: user code may contain collectives, and each rank may have
         its keys in another order.
         """
-        for _, load in sorted(self._context.loads, key=itemgetter(0)):
+        for _, load in sorted(self._context.object_loads, key=itemgetter(0)):
             load()
         for _, generators, saved in self._context.generators:
             generators.restore(saved())
@@ -304,7 +304,7 @@ def _bind_per_rank(context: BindContext, name: str, wrapper: PerRank | RNG) -> N
     elif has_state(wrapper.value):
         _load_object(context, name, wrapper.value, saved)
     else:
-        context.effects.append(lambda: setattr(wrapper, "value", saved()))
+        context.value_setters.append(lambda: setattr(wrapper, "value", saved()))
 
 
 def _bind_object(context: BindContext, name: str, leaf: ObjectLeaf) -> None:
@@ -346,7 +346,7 @@ def _load_object(context: BindContext, name: str, owner: object, saved: Value) -
         with calling_user_code(name, owner, "load_state_dict"):
             owner.load_state_dict(state)  # type: ignore[attr-defined]
 
-    context.loads.append((name, load))
+    context.object_loads.append((name, load))
 
 
 def _bind_module(context: BindContext, fqn: str, leaf: ModuleLeaf) -> None:
@@ -357,7 +357,7 @@ def _bind_module(context: BindContext, fqn: str, leaf: ModuleLeaf) -> None:
     extras = context.request_entries(fqn, further)
     for part in state.parts:
         if part.flat is not None:
-            context.effects.append(part.flat.update_copies)
+            context.value_setters.append(part.flat.update_copies)
         _load_part(context, fqn, part, state.live, assigned, extras)
 
 
@@ -430,6 +430,6 @@ def _load_part(
             part.load(values)
 
     if assigned:
-        context.assigns.append((fqn, assign))
+        context.tensor_setters.append((fqn, assign))
     if extras or whole:
-        context.loads.append((fqn, load))
+        context.object_loads.append((fqn, load))

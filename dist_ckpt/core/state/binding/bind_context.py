@@ -89,9 +89,12 @@ def fill_mapping(live: object, saved: Value) -> object:
 class BindContext:
     """The requests of one rank, and the calls that use them after the read.
 
-    The `request_` methods claim the saved names that they read. After the read, `assigns` replace
-    the tensors of meta modules, and `effects` set all other values. Then `loads` call the
-    `load_state_dict` of objects. `generators` are set last, to their saved states.
+    The `request_` methods claim the saved names that they read. These calls follow after the read:
+
+    1. `tensor_setters` replace the tensors of meta modules.
+    2. `value_setters` set all other values.
+    3. `object_loads` call the `load_state_dict` of objects.
+    4. `generators` are set to their saved states.
     """
 
     def __init__(
@@ -114,9 +117,9 @@ class BindContext:
         self.dropped: list[str] = [*saved.dropped]
         self.restored: dict[str, None] = {}
         self.claimed: set[str] = set()
-        self.assigns: list[tuple[str, Callable[[], None]]] = []
-        self.effects: list[Callable[[], object]] = []
-        self.loads: list[tuple[str, Callable[[], None]]] = []
+        self.tensor_setters: list[tuple[str, Callable[[], None]]] = []
+        self.value_setters: list[Callable[[], object]] = []
+        self.object_loads: list[tuple[str, Callable[[], None]]] = []
         self.generators: list[tuple[str, RNG, Value]] = []
         self._selection, self._keys = selection, keys or {}
         self._split: dict[str, object] = {}

@@ -80,7 +80,7 @@ class _GroupBinding:
         self._check_options(saved, defaults)
 
         # No reference to `context`: a reference cycle would keep the state alive.
-        context.effects.append(partial(_assign, self.group, groups[0]))
+        context.value_setters.append(partial(_assign, self.group, groups[0]))
 
     def _check_left_out(self, names: Sequence[str], defaults: Mapping[str, object]) -> None:
         context = self.context
@@ -249,7 +249,7 @@ def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
         stored = _names_by_number(context, fqn, optimizer, saved) or stored
     classes = subclass_types(optimizer.optimizer)
     defaults = optimizer.defaults if context.strict else {}
-    before = len(context.effects)
+    before = len(context.value_setters)
     for number, group in enumerate(optimizer.groups):
         on_host = not (group.get("capturable") or group.get("fused"))
         for parameter in filter(optimizer.has_state_here, group["params"]):
@@ -273,7 +273,7 @@ def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
         _bind_flat(context, state, optimizer, stored)
         optimizer = optimizer.real
     further = context.request_entries(fqn, leaf.further)
-    if optimizer.reported is not None and (further or len(context.effects) > before):
+    if optimizer.reported is not None and (further or len(context.value_setters) > before):
         _load_reported(context, fqn, optimizer, further)
 
 
@@ -293,7 +293,7 @@ def _bind_flat(
                 f"{state}: FSDP1 has one state for {lacking[0]} and {has} here, but the load has "
                 f"state for {has} only: wrap the model with use_orig_params=True, or exclude both"
             )
-    context.effects.append(optimizer.write_back)
+    context.value_setters.append(optimizer.write_back)
 
 
 def _stored_names(
@@ -352,7 +352,7 @@ def _drop_state(
             del optimizer.state[parameter]
 
     if live:
-        context.effects.append(drop)
+        context.value_setters.append(drop)
 
 
 def _bind_state(
@@ -378,7 +378,7 @@ def _bind_state(
         optimizer.state.setdefault(parameter, {}).update(entries)
 
     if values:
-        context.effects.append(assign)
+        context.value_setters.append(assign)
 
 
 def _bind_shared(
@@ -401,9 +401,9 @@ def _bind_shared(
             context.missing[name] = None
         else:
             context.dropped.append(name)
-            context.effects.append(partial(optimizer.state.pop, key))
+            context.value_setters.append(partial(optimizer.state.pop, key))
     if values:
-        context.effects.append(
+        context.value_setters.append(
             lambda: optimizer.state.update((str(key), value()) for key, value in values.items())
         )
 
@@ -450,7 +450,7 @@ def _load_reported(
                 if name in live and _dtypes(live[name]) != _dtypes(value):
                     live[name] = value
 
-    context.loads.append((fqn, load))
+    context.object_loads.append((fqn, load))
 
 
 def _dtypes(value: object) -> list[torch.dtype]:

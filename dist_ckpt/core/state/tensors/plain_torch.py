@@ -34,7 +34,7 @@ from dist_ckpt.core.state.tree.containers import (
 from dist_ckpt.errors import IncompatibleError
 
 
-def make(value: Placeholder) -> object:
+def make_torch_value(value: Placeholder) -> object:
     """Create the object of a placeholder; see `objects_file.decode`.
 
     Raises ValueError for damaged data, IncompatibleError for types that are missing here.

@@ -34,7 +34,6 @@ _REMEDIES = {
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
     errno.ENFILE: "raise the system's limit of open files",
     errno.ENAMETOOLONG: "choose a shorter path",
-    errno.ELOOP: "choose a path without circular links",
     errno.ENOTDIR: "a part of the path is a file; choose another path",
     errno.ENOTEMPTY: "list its contents",
     errno.EXDEV: "choose a path on the same file system",

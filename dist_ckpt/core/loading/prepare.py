@@ -123,7 +123,7 @@ def read_arguments(call: LoadCall) -> LoadArguments:
         read_once=options.read_once,
         host=session.channel.host,
         keys=tuple(template.keys.items()),
-        connection_epoch=session.collective.epoch,
+        connection_generation=session.collective.generation,
     )
     # Blocks that are read twice, or by several ranks, come from the page cache the second time.
     direct_reads = options.read_once != "off" and not options.check_first
@@ -201,7 +201,7 @@ class PreparedLoad:
         )
 
 
-def check_load(
+def prepare_load(
     call: LoadCall, arguments: LoadArguments, sources: ResolvedSources, stack: ExitStack
 ) -> tuple[PreparedLoad | None, CheckFindings]:
     """Bind the state, plan the reads, and open the files. Nothing of the state changes.
