@@ -60,12 +60,14 @@ def _refuse_old_names(config: type[_T]) -> type[_T]:
 class Config:
     """Deadlines and sizes. Raises ValueError for an invalid value.
 
-    `heartbeat_timeout_s`: a rank without a sign of life for this long counts as dead.
-    `join_timeout_s`: how long the first rank in a save or load waits for a rank that it has never
-    seen, and for a live one if `group_timeout_s`, the timeout of the process group, is None. After
-    `join_warning_s` it logs a warning that names the missing ranks. `visibility_timeout_s`: how
-    long a rank waits to see the coordinator's claim on shared storage. `threads`: how many reads or
-    writes a rank runs at once. `host`: the name of this rank's host; "" means the system's name.
+    - `heartbeat_timeout_s`: a rank without a sign of life for this long counts as dead.
+    - `join_timeout_s`: how long the first rank in a save or load waits for a rank that was never
+      seen. For a live rank the limit is `group_timeout_s`, if that is longer.
+    - `join_warning_s`: after this time a warning in the log names the missing ranks.
+    - `visibility_timeout_s`: how long a rank waits until it sees rank 0's claim on shared storage.
+    - `threads`: how many reads or writes a rank runs at once.
+    - `host`: the name of this rank's host. "" means the system's name.
+    - `group_timeout_s`: the timeout of the process group.
     """
 
     heartbeat_timeout_s: float = 20.0

@@ -57,14 +57,16 @@ def restore_together(
     `folder`, and no orphan writer lives. Return the snapshot's id and the report. None, with an
     unchanged state, if no save is usable. A save is usable in two cases:
 
-    - It was committed, and is still the checkpoint at its path. Files that are not in memory are
-      read from the storage.
-    - It was never committed, each host has all of it, and its path has no checkpoint or one that it
-      would overwrite.
+    - The save was committed, and is still the checkpoint at its path. Files that are not in memory
+      are read from the storage.
+    - The save was never committed, the memory of each host has the host's whole part, and the save
+      may be written to its path: no checkpoint is there, or the save has `overwrite`.
 
-    A save is not usable if a later step was committed in the same folder since: this host may have
-    left the run meanwhile. It is not usable either if it is orphaned. Rank 0 reads the history of
-    the run from the folder of the checkpoint. Orphaned checkpoints do not count as committed.
+    Two kinds of saves are not usable. One is a save with a later committed step in the same folder:
+    this host may have left the run, and another host has continued it. For example, the memory has
+    step 500, and the folder has step 800. The other kind is an orphaned save. Rank 0 reads the
+    history of the run from the folder of the checkpoint. Orphaned checkpoints do not count as
+    later committed steps.
 
     The number of ranks may differ from that of the save. Raises the errors of `dc.load` on all
     ranks. StorageError if the storage cannot be read.

@@ -90,10 +90,12 @@ class RunSaves:
     def save(self, step: int, state: State, boundary: int, is_urgent: Callable[[], bool]) -> None:
         """Save a step. Collective.
 
-        If `is_urgent` is or becomes true, this save supersedes a save that no writer has begun, and
-        does not wait for it. A failed save is tried again at once, and a second failure is reported
-        by `on_failure`. Raises at once for a lost rank, a newer incarnation, and, before the first
-        save of this incarnation, for an invalid state.
+        An earlier save may still be in the queue, and no writer has begun it. If `is_urgent` is or
+        becomes true, this save replaces the earlier save instead of waiting for it.
+
+        A failed save is tried again at once. After a second failure `on_failure` decides. Some
+        errors are raised at once: a lost rank, a newer incarnation, and an invalid state if this
+        incarnation has not saved yet.
         """
         self.last = step
         self.num_begun += 1

@@ -91,10 +91,13 @@ def stage_overlapped(
 ) -> Callable[[], None]:
     """Stage like `stage`, but CUDA devices copy their own tensors.
 
-    On return, tensors on the host may change. Later device work may change tensors on the devices,
-    except those in `late`: it may change them only after a mark that the caller makes now. Call the
-    returned function in any thread. It publishes the progress, and returns when the snapshot is
-    complete.
+    On return, the caller may change tensors on the host, and may start device work that changes
+    device tensors, except those named in `late`. Devices may still copy these. The caller calls
+    `device_copies.mark()` now, and device work that changes them must wait for this mark. For
+    example, weights change in `optimizer.step()`, so each step waits for the mark.
+
+    Call the returned function in any thread. It publishes the progress, and returns when the
+    snapshot is complete.
     """
     chunks = list(_split_into_chunks(arena, images, files, _DEVICE_CHUNK_NBYTES))
     can_copy = device_copies.can_copy

@@ -304,9 +304,13 @@ def _abandon_lower_rivals(
 
 
 def _store_claim(storage: Storage, path: str, attempt: Attempt, by: str) -> None:
-    """Write `claim.json`. Check that a rename does not replace it, as the commit relies on that.
+    """Write `claim.json`. StorageError if a rename here replaces an existing file.
 
-    The content is an index that says "abandoned". So on a full disk, `try_abandon` can rename it.
+    The commit renames a file to `index.json`, and relies on a rename that never replaces. So this
+    function tries to rename a second file to `claim.json`, which must fail.
+
+    The content of `claim.json` is an index that says "abandoned". On a full disk, `try_abandon`
+    writes nothing: it renames `claim.json` to `index.json`.
     """
     folder = f"{path}/{attempt}"
     first, second = (f"{folder}/{temporary_name('claim', new_id())}" for _ in range(2))
@@ -434,7 +438,8 @@ def commit(
         if read_document(storage, temporary) != data:
             raise StorageError(f"{temporary} reads back with other content: check the storage")
         if claim.incarnation is not None:
-            # Check last: `secure_incarnation` abandons only attempts that exist when it is called.
+            # Check as late as possible: a newer incarnation abandons the open attempts that it
+            # finds when it begins (`secure_incarnation`). It may have begun during this save.
             claim.incarnation.check(storage)
     except FileNotFoundError:
         raise _conflict(storage, claim.path, claim.attempt, None) from None

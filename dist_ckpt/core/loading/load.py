@@ -194,9 +194,10 @@ def load_together(
 
 
 class _DamagedInMemoryError(Exception):
-    """Data from memory is damaged, but the storage has it too. The cause has the details.
+    """Data from the memory of a host is damaged, but the storage has the data too.
 
-    All ranks raise it: after the check all of them know if any rank reads from memory.
+    The cause has the details. All ranks raise this error, so all ranks load again from the storage.
+    After the check each rank knows if any rank reads from memory.
     """
 
 

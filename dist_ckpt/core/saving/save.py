@@ -201,15 +201,16 @@ def save(
 
     `config` is the configuration of the model, a dict of plain data. `kind` is a short text, such
     as the name of its class. Both are stored in the metadata: `dc.load` compares them, and
-    `dc.build` makes the model from them. `attach` has small files by name, at most 100 files and 64
-    MiB. A value is a `Path`, which is read now, or bytes, or a dict or list, which becomes JSON.
-    Pass `attach` on rank 0; other ranks pass the same, or nothing.
+    `dc.build` makes the model from them. `attach` is a dict from the names of small files to their
+    contents: at most 100 files and 64 MiB. A content is bytes, the `Path` of a file that is read
+    now, or a dict or list that becomes JSON. Pass `attach` on rank 0. The other ranks pass the same
+    dict, or nothing.
 
     Each tensor whose name matches a glob in `link_unchanged` gets a separate file. The first two
-    saves of this group write the file of an unchanged tensor, such as frozen weights. Later saves
-    link to it, if the storage has hard links and the older checkpoint exists; otherwise they write
-    again. At most 8 checkpoints share a file. At least every 8 saves a file is read back and
-    checked.
+    saves of this group write all these files. For a tensor that has not changed, such as a frozen
+    weight, the third save makes a hard link to the file of an older checkpoint. It writes the file
+    again if the storage has no hard links, or the older checkpoint is gone. At most 8 checkpoints
+    share a file. At least every 8 saves a linked file is read back and checked.
 
     `carry_over` is the report of a `dc.load` by the same group that did not restore everything. The
     save takes each name that was not restored from the loaded checkpoint, unless the state has the

@@ -72,10 +72,11 @@ def real_path(path: str) -> str:
 
 
 def entry_path(path: str) -> str:
-    """Return a storage's path with all links followed, but not those of a run's step.
+    """Return a storage's path with all links followed, but not the link of a moved step of a run.
 
-    Annotations are next to this path: next to the checkpoint's real folder, not next to a link to
-    it. Only those of a moved step are next to the link, in the folder of its run.
+    The annotations of a checkpoint are in the folder above this path. For example, /a/ckpt is a
+    link to /b/ckpt: the annotations are in /b. But runs/x/step-5 is a step of a run, moved to
+    /old/step-5, with a link in its place: the annotations stay in the run, in runs/x.
     """
     entry = path
     for _ in range(_MAX_LINKS):

@@ -146,10 +146,12 @@ class Channel(Protocol):
         RankError. On the rank where it happened, its cause is the original error. An interrupt
         (KeyboardInterrupt, SystemExit) is raised unchanged where it happened.
 
-        In the first exchange of an operation, the coordinator sends an error when the work of all
-        ranks has ended. In later ones it sends it when its own work has ended. A slow rank raises
-        the error when its own work has ended, even if that succeeded. The coordinator raises the
-        error when the other live ranks have received it, or after half of `heartbeat_timeout_s`.
+        The coordinator sends an error to all ranks. In the first exchange of an operation, it first
+        waits until all ranks have ended their blocks. In later exchanges it waits only for its own
+        block. A slow rank raises the error at the end of its block, even if the block succeeded.
+        For example, rank 1 fails while rank 2 still writes: rank 2 raises after its write. The
+        coordinator raises the error when the other live ranks have received the error, or after
+        half of `heartbeat_timeout_s`.
 
         Raises RankError if a rank dies, has left the operation, never enters it, or is in another
         one or another phase of it; NoAnswerError if this rank cannot get the decision.

@@ -4,14 +4,16 @@
     <root>/.incarnations/<number>.alive-<id>    empty, replaced every LIVENESS_INTERVAL_S seconds
 
 Incarnation n numbers its attempts from 1000 * n, so a newer incarnation has higher attempts. A run
-can resume from every checkpoint of its newest incarnation. It can also resume from those of the
-incarnation before, up to the step that the newest incarnation restored, and so on backwards. All
-other checkpoints are orphaned: nothing resumes from them, and a replay replaces them.
+can resume from every checkpoint of its newest incarnation, and from some checkpoints of older ones.
+For example, incarnation 2 restored step 500: checkpoints of incarnation 1 up to step 500 are valid,
+and later checkpoints of incarnation 1 are orphaned. Nothing resumes from an orphaned checkpoint,
+and a replay of its step replaces it.
 
-A process of an older incarnation may wake up at any point of a save. It checks for newer
-incarnations before it claims, commits and removes. Its actions between such a check and the next
-call are harmless: at that path its attempt is lower than the newer attempts
-(`tests/core/commit/test_incarnations_model.py`).
+A process of incarnation 1 may wake up in the middle of a save, after incarnation 2 has begun. The
+process looks for newer incarnations before each claim, commit and removal. Incarnation 2 may begin
+just after such a look. Then the next action of the old process is harmless: at the same path its
+attempt is lower than the attempts of incarnation 2. The test of this rule is
+`tests/core/commit/test_incarnations_model.py`.
 
 Liveness files are heartbeats on storage, used only in messages. A missing file proves nothing: the
 process may pause, or lose the storage, and continue later.

@@ -28,7 +28,8 @@ from dist_ckpt.errors import (
 
 _log = logging.getLogger("dist_ckpt")
 
-# Longer than a usual outage of a storage. Short, so that the lease of a dead process soon ends.
+# A process renews its lease while it lives. An outage of the storage delays the renewal, so a
+# lease lasts longer than a usual outage. A dead process leaves its lease, which then expires.
 LEASE_S = 1800.0
 
 

@@ -1,9 +1,11 @@
 """Run a shared read: one rank reads a range, checks it, and sends it to the ranks that need it.
 
-The fetcher of a range reads it into a slot of shared memory, and checks it. Then it sends a message
-to the ranks of its host that need the range. They copy it from the slot, and answer. The fetcher
-also sends the range once to each other host, to an agent, which does the same there. A slot is free
-again when all these ranks have copied the range. Reading, checking, sending and copying overlap.
+Each range has one fetcher, a rank that reads the range into a slot of shared memory and checks the
+range. Then the fetcher sends a message to the ranks of its host that need the range. These ranks
+copy the range from the slot, and answer. To each other host, the fetcher sends the range once. One
+rank there, the agent, receives the range into a slot of its own host, and serves the ranks there in
+the same way. A slot is free again when all ranks that need its range have copied the range.
+Reading, checking, sending and copying overlap.
 
 Threads: one thread of each rank decides and copies (`SharedReader._decide`). Other threads read,
 send and receive. The deciding thread and the reading threads never wait for another rank. The

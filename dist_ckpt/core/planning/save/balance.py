@@ -79,8 +79,9 @@ def balance(tensors: Sequence[TensorOwnership], world_size: int) -> dict[str, tu
     loads = [0] * world_size
     _add_loads(loads, stored)
     for group in by_group.values():
-        # Each rotation moves a cell to its next replica: n rotations use each of n replicas once.
-        # So equal bytes for each rotation are equal bytes for each rank.
+        # Rotation r stores cell c on its replica (c + r) mod n. For example, with n = 2 replicas,
+        # rotation 0 stores cell 0 on its first rank, and rotation 1 on its second rank. If all
+        # rotations get equal bytes, all ranks of the group write equal bytes.
         sizes = {t.fqn: t.itemsize * measures[id(t.layout)].numel for t in group}
         rotations = assign_evenly(sizes, measures[id(group[0].layout)].num_replicas)
         rotated = [(tensor, rotations[tensor.fqn]) for tensor in group]

@@ -6,6 +6,9 @@ with the saved values in it. If that call casts state, the cast is undone.
 
 Parameters are matched by name. A group gets the hyperparameters that its parameters were saved
 with, even if they were in other groups.
+
+Saved names arrive here after the option `rename`. With a rule for a parameter, the state of that
+parameter is renamed too (`Rename._move_with_parameter` in `sources/rename.py`).
 """
 
 from __future__ import annotations

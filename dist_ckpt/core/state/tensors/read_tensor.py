@@ -5,7 +5,8 @@ LocalShard and FlatShard; DTensor; ShardedTensor; classes with torch's `__create
 `__get_tensor_shard__`; strided tensors. All other classes are refused. `tensor_subclasses.py` has
 already split tensors that are made of inner tensors.
 
-- A new tensor class: `_local_tensor`, `is_tensor_leaf` and `is_meta` in this module.
+- A new tensor class or subclass: `_local_tensor`, `is_tensor_leaf` and `is_meta` in this module.
+  If `to_plain_tensor` in `local_tensors.py` refuses the class: `_remedy_of_class` there.
 - A new parallelism: `planning/mesh.py`, `planning/save/inventories.py`, and the users of `View`
   in `planning/plan.py`.
 """

@@ -2,6 +2,9 @@
 
 Each wildcard matches as little as possible, and a match is never tried again. So matching is fast
 for any name.
+
+The state of an optimizer moves with its parameter (`Rename._move_with_parameter`). For example, the
+rule {"model.a": "model.b"} also renames the state of a weight of "model.a" in "optim.state".
 """
 
 from __future__ import annotations

@@ -75,8 +75,10 @@ class Scope:
 class Scopes:
     """The selected names of a load from several sources, in place of a `Selection`.
 
-    A name is left out if `selection`, the load's own, leaves it out. It is also left out if the
-    selections of all sources that may have it do. A name that no source may have is missing.
+    A load has one `selection`, and each source has another one in `scopes`. A name is left out if
+    `selection` leaves the name out. A name is also left out if every source that may have the name
+    leaves the name out. A name that no source may have counts as missing. For example, only source
+    A may have "model.head", and A excludes "model.head": that name is left out, not missing.
     """
 
     selection: Selection
