@@ -314,7 +314,8 @@ def test_a_rank_that_must_stop_does_not_wait_for_a_late_one(asking: int) -> None
                 return ""
             assert rounds.arrive("save", 1, is_due=True) is not None
             channel.enter("save")
-            wanted.asks = [BarrierProposal(0, "TERM", stops=True)] * (asking == 0)
+            signal = BarrierProposal(0, "TERM", stops=True, waited_s=1.0)
+            wanted.asks = [signal] * (asking == 0)
             try:
                 with pytest.raises(RankError) as raised:
                     exchange(channel, "agree", lambda: b"", lambda told: b"")
