@@ -13,6 +13,7 @@ import pytest
 from dist_ckpt import errors
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange.channel import Channel, SingleProcessChannel
+from dist_ckpt.core.comm.exchange.failure_detector import PollInterval
 from dist_ckpt.core.comm.key_value.client_thread import (
     PART_NBYTES,
     StoreClientThread,
@@ -423,6 +424,27 @@ def test_ranks_in_different_calls_do_not_wait_for_a_late_one(late):
             with pytest.raises(RankError, match="are in different calls: rank") as raised:
                 ask(channel, what=f"save to /{rank}")  # one phase, and another path
             assert "nothing yet" in str(raised.value)
+        done.wait(HANG_S)
+
+    run_ranks(run, world_size=3, harness="threads", config=PATIENT)
+
+
+def test_a_rank_that_compares_after_another_has_given_up_gets_its_error(monkeypatch):
+    first, done, own = threading.Event(), threading.Barrier(3), threading.local()
+    is_due = PollInterval.is_compare_due
+    monkeypatch.setattr(
+        PollInterval,
+        "is_compare_due",
+        lambda poll: (own.rank == 1 or first.is_set()) and is_due(poll),
+    )
+
+    def run(rank: int, channel: ThreadChannel, _: ThreadCollective) -> None:
+        own.rank = rank
+        ask(channel)
+        if rank:
+            with pytest.raises(RankError, match="are in different calls: rank"):
+                ask(channel, what=f"save to /{rank}")
+            first.set()
         done.wait(HANG_S)
 
     run_ranks(run, world_size=3, harness="threads", config=PATIENT)

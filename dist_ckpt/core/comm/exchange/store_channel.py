@@ -336,7 +336,10 @@ class Participant:
         found = zip(ranks, state.client.call(client_thread.get_each, keys), strict=True)
         others = {rank: state.unpack(rank, data, Envelope) for rank, data in found if data}
         for rank, other in others.items():
-            if other.gave_up and other.failure is not None and other.call == own.call:
+            if not other.gave_up or other.failure is None:
+                continue
+            # A rank that has compared the calls names this one too, and may be in another call.
+            if other.call == own.call or own.call in other.failure.message:
                 return {rank: other.failure}
         calls = {r: (env.call, env.phase) for r, env in others.items() if not env.gave_up}
         return state.mismatched_calls({**calls, state.rank: (own.call, own.phase)}, has_all=False)
