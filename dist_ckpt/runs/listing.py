@@ -10,6 +10,7 @@ import logging
 import os
 import posixpath
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -175,12 +176,13 @@ def list_run(storage: Storage, folder: str, *, now: float) -> Listing:
     except (CorruptError, IncompatibleError) as error:
         history_problem = str(error)
     metrics, protections = metrics_by_checkpoint(annotations), protections_of(annotations, now)
-    checks = newest_checks(annotations)
+    checks, num_folders = newest_checks(annotations), Counter(info.where for info in infos)
 
     def annotated(info: RunCheckpoint) -> RunCheckpoint:
         if (where := info.where) is None:
             return info
-        check = checks.get(where)
+        # A result does not say which folder it is about, if another has a plain copy of its files.
+        check = checks.get(where) if num_folders[where] == 1 else None
         damage = (check and check.damage) or None
         return replace(
             info,

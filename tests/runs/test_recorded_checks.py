@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -362,3 +363,16 @@ def test_a_watcher_is_told(root: Path) -> None:
     (text,) = changes(before, after)
     assert text.startswith("step 4 is damaged: model.w rows 0:64")
     assert (before.newest and before.newest.step, after.newest and after.newest.step) == (4, 3)
+
+
+def test_damage_of_one_of_two_plain_copies_never_removes_the_other(root: Path) -> None:
+    shutil.copytree(root / "s4", root / "best")
+    spoil(root, 4)
+    assert not dc.verify(root / "s4").ok
+    assert damaged(root) == []
+    dc.Run(root).prune(KEEP_ONE, damaged=True)
+    assert dc.verify(root / "best").ok
+    assert verified(root) == []
+    shutil.rmtree(root / "best")
+    assert not dc.verify(root / "s4").ok
+    assert damaged(root) == [4]
