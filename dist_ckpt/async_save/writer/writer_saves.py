@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from dist_ckpt.async_save.snapshots.arena import ArenaReader
@@ -30,6 +30,7 @@ from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
 from dist_ckpt.core.comm.key_value.client_thread import StoreErrorTexts
 from dist_ckpt.core.comm.key_value.key_client import KeyClient
 from dist_ckpt.core.comm.messages import NoAnswerError, RankLocation, describe_error
+from dist_ckpt.core.commit.records.checks import is_known_damaged
 from dist_ckpt.core.commit.transaction import RankWriteResult, Transaction
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
@@ -279,9 +280,8 @@ class WriterSave:
         staged.staging.await_head_start()
         target = RateLimitedStorage(storage, context.rate_limit) if context.rate_limit else storage
         threads, buffers = context.hello.config.threads, context.buffers
-        part = write_or_link(
-            target, folder, staged.files, context.earlier, threads=threads, slots=buffers
-        )
+        earlier = replace(context.earlier, is_damaged=partial(is_known_damaged, storage))
+        part = write_or_link(target, folder, staged.files, earlier, threads=threads, slots=buffers)
         staged.seal_as(self._attempt, part.receipts)
         self._saved = part.saved
         for error in part.damaged:

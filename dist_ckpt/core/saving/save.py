@@ -20,6 +20,7 @@ from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.attempts import not_found_if_removed
+from dist_ckpt.core.commit.records.checks import is_known_damaged
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.commit.transaction import IndexFields, RankWriteResult, Transaction
 from dist_ckpt.core.format.checksums import document_digest
@@ -378,7 +379,8 @@ class _RankWriter:
                 objects = carried.encode_objects_files(storage, files.objects, session.channel.rank)
                 receipts, linked = carried.write(session, storage, folder, step)
             files = replace(files, objects=objects)
-        linkable, threads = session.cache(SaveCache).linkable_saves, session.config.threads
+        earlier, threads = session.cache(SaveCache).linkable_saves, session.config.threads
+        linkable = replace(earlier, is_damaged=partial(is_known_damaged, storage))
         part = write_or_link(
             storage, folder, files, linkable, threads=threads, slots=session.scratch_buffers
         )

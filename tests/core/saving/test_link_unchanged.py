@@ -225,6 +225,18 @@ def test_what_is_damaged_on_disk_is_not_linked_on(
     assert [dc.verify(tmp_path / f"s{step}").ok for step in range(1, 6)] == [False] + 4 * [True]
 
 
+def test_no_file_of_a_checkpoint_that_is_recorded_as_damaged_is_linked(tmp_path: Path) -> None:
+    def before(step: int) -> None:
+        if step == 5:
+            flip(tmp_path, 3)
+            assert not dc.verify(tmp_path / "s3").ok
+
+    reports = saves(LocalStorage(), range(1, 8), path=f"{tmp_path}/s{{}}", before=before)
+    assert [one.num_linked for one in reports] == [0, 0, 1, 1, 0, 1, 1]
+    good = [dc.verify(tmp_path / f"s{step}").ok for step in range(1, 8)]
+    assert good == [False, True, False, True, True, True, True]
+
+
 def test_a_header_is_looked_at_each_time(tmp_path: Path) -> None:
     def before(step: int) -> None:
         if step == 5:

@@ -25,7 +25,7 @@ from dist_ckpt.core.commit.records.record_store import (
     read_annotations,
     read_annotations_of,
 )
-from dist_ckpt.core.format.filenames import RESERVED_NAMES, Attempt
+from dist_ckpt.core.format.filenames import RESERVED_NAMES, Attempt, parse_attempt
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
@@ -142,6 +142,16 @@ def naming_newest_good(storage: Storage, path: str) -> Iterator[None]:
     except CorruptError as error:
         name_newest_good(error, storage, path)
         raise
+
+
+def is_known_damaged(storage: Storage, folder: str, step: int | None) -> bool:
+    """Return True if the attempt in a folder is recorded as damaged. False after an error."""
+    path, _, name = folder.rpartition("/")
+    attempt = parse_attempt(name)
+    with suppress(CheckpointError, OSError):
+        if step is not None and attempt is not None:
+            return _is_damaged(storage, path.rpartition("/")[0] or "/", (step, attempt))
+    return False
 
 
 def _is_damaged(storage: Storage, root: str, key: CheckpointKey) -> bool:

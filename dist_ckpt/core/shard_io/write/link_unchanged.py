@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
@@ -54,6 +54,7 @@ class SavedFiles:
     folder: str
     files: Mapping[str, FileReceipt]
     checked: Mapping[str, int] = field(default_factory=dict)
+    step: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +72,14 @@ class SavedPart:
 
 @dataclass(frozen=True, slots=True)
 class LinkableSaves:
-    """The last committed saves of a process, the oldest first. `number` counts all its saves."""
+    """The last committed saves of a process, the oldest first. `number` counts all its saves.
+
+    `is_damaged` gets a folder and a step. Files of a damaged save are not linked.
+    """
 
     saves: tuple[SavedFiles, ...] = ()
     number: int = 0
+    is_damaged: Callable[[str, int | None], bool] = lambda folder, step: False
 
     def names(self) -> set[str]:
         """Return the names of files that at least two saves have: only these may be linked."""
@@ -114,7 +119,9 @@ def write_or_link(
     unwritten = tuple(receipt for receipt in wanted if receipt.name in checked)
     receipts = (*unwritten, *written)
     names = {plan.name for plan in files.plans if plan.is_linkable}
-    saved = SavedFiles(folder, {r.name: r for r in receipts if r.name in names}, checked)
+    saved = SavedFiles(
+        folder, {r.name: r for r in receipts if r.name in names}, checked, files.step
+    )
     linked = IoCount(len(unwritten), sum(receipt.nbytes for receipt in unwritten))
     return SavedPart(receipts, linked, saved, damaged)
 
@@ -146,6 +153,9 @@ def _link_file(
                 if file.num_links >= MAX_SHARED:
                     return None
                 checked = _check_file(file, path, saved, wanted, earlier.number, threads)
+            if earlier.is_damaged(saved.folder, saved.step):
+                _log.warning("%s is written again, as its checkpoint is recorded as damaged", path)
+                return None
         except FileNotFoundError:  # the older save was pruned: try the newer one
             continue
         except CheckpointError as error:
