@@ -204,6 +204,20 @@ def test_a_damaged_file_is_not_copied(name: str, at: int) -> None:
     assert [entry.name for entry in storage.list(ROOT)] == ["s1"]
 
 
+def test_no_file_of_a_checkpoint_that_is_recorded_as_damaged_is_linked(root: Path) -> None:
+    dc.save({"model": {"w": torch.ones(64)}}, root / "s4", step=4)
+    (file,) = root.glob("s4/a*/model-00000.safetensors")
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert not dc.verify(root / "s4").ok
+    with pytest.raises(CorruptError):
+        dc.copy(root / "s4", root / "copy", link=True)
+    with pytest.raises(CorruptError):
+        dc.backup(root / "s4")
+    file.write_bytes(data)
+    assert dc.verify(dc.backup(root / "s4")).ok
+
+
 def test_a_cut_off_or_missing_file_is_not_copied() -> None:
     storage = MemoryStorage({ROOT: None})
     attempt = save(storage, 1).attempt

@@ -11,6 +11,7 @@ from functools import partial
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.commit import attempts
+from dist_ckpt.core.commit.records.checks import is_known_damaged
 from dist_ckpt.core.commit.records.leases import leased
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.commit.records.record_store import (
@@ -121,8 +122,12 @@ def _write(
     overwrite: bool,
     links: bool,
 ) -> tuple[Transaction, CommitDecision, Phases]:
-    """Link or copy all files into a new attempt at `path`, and commit it."""
+    """Link or copy all files into a new attempt at `path`, and commit it.
+
+    No file of a checkpoint that is recorded as damaged is linked: a copy checks every byte.
+    """
     storage, index = source.storage, source.index
+    links = links and not is_known_damaged(storage, source.folder, index.step)
     phases = Phases(label, path, quiet=label != "copy")
     with Transaction(SingleProcessChannel(), label=label) as transaction:
         attempt = transaction.claim(storage, path, overwrite=overwrite)
