@@ -163,11 +163,13 @@ class CallMonitor:
 def has_outcome(future: Future[T], timeout_s: float) -> bool:
     """Wait for a future. False after `timeout_s`, in which no stop of this process counts."""
     until = running_time() + timeout_s
+    left_s = timeout_s
     while True:
         try:
-            future.exception(timeout=min(POLL_S, max(0.0, until - running_time())))
+            future.exception(timeout=min(POLL_S, left_s))
         except TimeoutError:
-            if running_time() >= until:
+            left_s = until - running_time()
+            if left_s <= 0:
                 return False
         else:
             return True

@@ -84,10 +84,10 @@ def entry_path(path: str) -> str:
         entry = posixpath.join(real_path(folder), name)
         if is_linked_step(entry):
             return entry
-        with suppress(OSError):
+        try:
             entry = posixpath.join(posixpath.dirname(entry), os.readlink(entry))
-            continue
-        break
+        except OSError:  # no link
+            return entry
     return real_path(path)
 
 
