@@ -28,7 +28,7 @@ from dist_ckpt.checkpointer.barrier_rounds import (
 )
 from dist_ckpt.core.comm.exchange.store_channel import StoreNotes
 from dist_ckpt.core.comm.key_value.client_thread import StoreClientThread
-from dist_ckpt.core.comm.messages import HeartbeatSender
+from dist_ckpt.core.comm.rank_messages import HeartbeatSender
 
 STEP_S = 0.01
 SLOW_S = 0.1

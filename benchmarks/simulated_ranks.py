@@ -23,7 +23,7 @@ from dist_ckpt.core.comm.exchange.channel import (
     SingleProcessChannel,
     SingleProcessExchange,
 )
-from dist_ckpt.core.comm.messages import Envelope, new_nonce, pack, unpack
+from dist_ckpt.core.comm.rank_messages import Envelope, new_nonce, pack, unpack
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.commit.receipts import file_sizes

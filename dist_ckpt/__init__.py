@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from dist_ckpt.checkpointer.run_session import TrainingStopped
     from dist_ckpt.checkpointer.save_policy import at, at_end, every, on_signal
     from dist_ckpt.core.checkpoint.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
-    from dist_ckpt.core.checkpoint.verify import VerifyReport, verify
+    from dist_ckpt.core.checkpoint.verify_checkpoint import VerifyReport, verify
     from dist_ckpt.core.loading.build import build
     from dist_ckpt.core.loading.from_bytes import from_bytes, load_bytes
     from dist_ckpt.core.loading.load import load
@@ -80,7 +80,7 @@ _NAMES = {
     "core.loading.load_options": "Source",
     "core.loading.build": "build",
     "core.checkpoint.checkpoint": "open Checkpoint",
-    "core.checkpoint.verify": "verify VerifyReport",
+    "core.checkpoint.verify_checkpoint": "verify VerifyReport",
     "tools.rewrite.reshard": "reshard",
     "tools.inspect.compare": "compare Comparison RunSummary",
     "tools.inspect.diff": "diff Difference ObjectDifference",

@@ -18,14 +18,14 @@ from dist_ckpt.async_save.trainer.background_save import save_in_background
 from dist_ckpt.async_save.trainer.job import Job
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, WhenBusy
 from dist_ckpt.async_save.trainer.writer_handle import SaveHandle
-from dist_ckpt.async_save.writer.messages import Hello
+from dist_ckpt.async_save.writer.writer_messages import Hello
 from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.record_store import check_upgraded
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
-from dist_ckpt.core.runtime.process import find_process
+from dist_ckpt.core.runtime.processes import find_process
 from dist_ckpt.core.runtime.public_names import refuse_old_attributes, refuse_old_parameters
 from dist_ckpt.core.saving.attachments import Attachments
 from dist_ckpt.core.saving.save import CheckReplicas, SaveOptions

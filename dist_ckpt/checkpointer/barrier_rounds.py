@@ -34,7 +34,7 @@ from typing import Literal
 import msgspec
 
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, SharedNotes
-from dist_ckpt.core.comm.messages import NoAnswerError
+from dist_ckpt.core.comm.rank_messages import NoAnswerError
 from dist_ckpt.errors import RankError
 
 Arrival = Literal["pass", "wait", "save"]

@@ -12,7 +12,7 @@ from dist_ckpt.checkpointer.save_policy import SavePolicy
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 from dist_ckpt.core.format.index.model_description import check_description
 from dist_ckpt.core.loading.load_options import LoadOptions, Sources, parse_sources, sources_text
-from dist_ckpt.core.planning.selection import parse_patterns
+from dist_ckpt.core.planning.name_selection import parse_patterns
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.saving.attachments import Attachments

@@ -25,7 +25,6 @@ from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Exchange
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.attempts import list_attempts
-from dist_ckpt.core.commit.records.checks import name_newest_good
 from dist_ckpt.core.commit.records.incarnations import (
     Incarnation,
     begin_incarnation,
@@ -37,6 +36,7 @@ from dist_ckpt.core.commit.records.leases import renewed_lease
 from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.commit.records.record_store import refuse_old
+from dist_ckpt.core.commit.records.recorded_checks import name_newest_good
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.model_description import find_differences
 from dist_ckpt.core.loading.load import load_together

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup
 
 from dist_ckpt.async_save.async_saver import AsyncSaver, open_root
 from dist_ckpt.async_save.trainer.writer_handle import SaveHandle
+from dist_ckpt.checkpointer.after_save import MaintenanceThread
 from dist_ckpt.checkpointer.barrier_rounds import (
     BarrierMember,
     BarrierProposal,
@@ -25,14 +26,13 @@ from dist_ckpt.checkpointer.barrier_rounds import (
     PollPolicy,
 )
 from dist_ckpt.checkpointer.checkpointer_options import RunOptions
-from dist_ckpt.checkpointer.maintenance import MaintenanceThread
 from dist_ckpt.checkpointer.rank_requests import ExternalRequests, RankRequests
 from dist_ckpt.checkpointer.resume import FOLDER, Resume, Resumed
 from dist_ckpt.checkpointer.save_policy import DEFAULT_SAVE
 from dist_ckpt.checkpointer.signals import Signals
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, check_equal_on_all_ranks
-from dist_ckpt.core.comm.messages import Failure, build_error, describe_error
 from dist_ckpt.core.comm.process_group import session_of
+from dist_ckpt.core.comm.rank_messages import Failure, build_error, describe_error
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.saving.save import SaveOptions, need_no_room, save_together

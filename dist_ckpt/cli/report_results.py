@@ -15,8 +15,8 @@ from dist_ckpt.cli.results import (
     Sizes,
     Texts,
 )
-from dist_ckpt.core.checkpoint.verify import Level
-from dist_ckpt.tools.report.facts import Check
+from dist_ckpt.core.checkpoint.verify_checkpoint import Level
+from dist_ckpt.tools.report.report_content import Check
 
 # JSON objects have no order. Where the order matters, there are pairs.
 TextPairs: TypeAlias = tuple[tuple[str, str], ...]

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from dist_ckpt.core.checkpoint.verify import Level
+from dist_ckpt.core.checkpoint.verify_checkpoint import Level
 from dist_ckpt.core.commit.attempts import AttemptState
 from dist_ckpt.core.format.run_records import Outcome
 

@@ -26,7 +26,7 @@ from dataclasses import replace
 from typing import TypedDict, Unpack
 
 from dist_ckpt.core.format.index.index import MAX_STEP
-from dist_ckpt.core.planning.selection import parse_selection
+from dist_ckpt.core.planning.name_selection import parse_selection
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.interop.readers.nested_state import ImportFilter

@@ -54,10 +54,10 @@ class ForeignFormat:
 FORMATS = {
     "dcp": ForeignFormat("a folder of torch.distributed.checkpoint", "dcp.read"),
     "torch": ForeignFormat("a file of torch.save", "torch_save.read"),
-    "lightning": ForeignFormat("a checkpoint of Lightning", "frameworks.lightning"),
-    "accelerate": ForeignFormat("a folder of accelerate", "frameworks.accelerate"),
-    "deepspeed": ForeignFormat("a folder of DeepSpeed", "frameworks.deepspeed"),
-    "megatron": ForeignFormat("a folder of Megatron", "frameworks.megatron"),
+    "lightning": ForeignFormat("a checkpoint of Lightning", "frameworks.read_lightning"),
+    "accelerate": ForeignFormat("a folder of accelerate", "frameworks.read_accelerate"),
+    "deepspeed": ForeignFormat("a folder of DeepSpeed", "frameworks.read_deepspeed"),
+    "megatron": ForeignFormat("a folder of Megatron", "frameworks.read_megatron"),
 }
 
 # A folder with all of these files has that format; the first match counts.
@@ -106,7 +106,7 @@ def _open_folder(storage: Storage, path: str, names: Collection[str]) -> Storage
         if all(map(has, markers)):
             raise _import_error(format_name, path)
     has_marker = any(n == DEEPSPEED_LATEST or n.endswith(DEEPSPEED_STATES) for n in names)
-    if has_marker and reader_module("frameworks.deepspeed").is_folder(storage, path):
+    if has_marker and reader_module("frameworks.read_deepspeed").is_folder(storage, path):
         raise _import_error("deepspeed", path)
     if has(HF_INDEX):
         return _open_safetensors(storage, path, None)

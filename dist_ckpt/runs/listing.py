@@ -1,7 +1,7 @@
 """List a run's folder: its checkpoints, each with its annotations.
 
 Metrics and save times are in `metrics.py`. Pins, tags and leases, which protect a checkpoint, are
-in `commit/records/protections.py`; the results of checks in `commit/records/checks.py`.
+in `commit/records/protections.py`; the results of checks in `commit/records/recorded_checks.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.commit.records.checks import newest_checks
 from dist_ckpt.core.commit.records.incarnations import IncarnationHistory, read_history
 from dist_ckpt.core.commit.records.protections import CheckpointKey, protections_of
 from dist_ckpt.core.commit.records.record_store import (
@@ -28,6 +27,7 @@ from dist_ckpt.core.commit.records.record_store import (
     read_annotations,
     warn_of_old,
 )
+from dist_ckpt.core.commit.records.recorded_checks import newest_checks
 from dist_ckpt.core.format.filenames import RESERVED_NAMES, Attempt, parse_attempt
 from dist_ckpt.core.format.index.model_description import kind_of
 from dist_ckpt.core.format.strict_json import Json

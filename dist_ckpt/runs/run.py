@@ -10,7 +10,7 @@ from math import isnan
 from typing import TYPE_CHECKING
 
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint, open_at
-from dist_ckpt.core.checkpoint.verify import verify
+from dist_ckpt.core.checkpoint.verify_checkpoint import verify
 from dist_ckpt.core.commit.attempts import list_entries
 from dist_ckpt.core.commit.records import protection_protocol
 from dist_ckpt.core.commit.records.incarnations import read_history

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.core.storage.forwarding import ForwardingStorage, T
+from dist_ckpt.core.storage.storage_wrappers import ForwardingStorage, T
 from dist_ckpt.errors import CheckpointError, StorageError
 
 

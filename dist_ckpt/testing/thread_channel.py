@@ -18,7 +18,7 @@ from dist_ckpt.core.comm.collectives.collective import (
 )
 from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
 from dist_ckpt.core.comm.key_value.client_thread import Store
-from dist_ckpt.core.comm.messages import RankLocation, SecondaryError
+from dist_ckpt.core.comm.rank_messages import RankLocation, SecondaryError
 from dist_ckpt.errors import RankError
 from dist_ckpt.reports import IoCount
 

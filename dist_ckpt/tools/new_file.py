@@ -20,12 +20,12 @@ from dist_ckpt.core.commit.commit_protocol import check_new_name
 from dist_ckpt.core.format.filenames import is_reserved_name
 from dist_ckpt.core.runtime.host_memory import allocate_scratch, copy
 from dist_ckpt.core.runtime.threads import SerialExecutor
-from dist_ckpt.core.storage.interface import Storage, WritableFile
 from dist_ckpt.core.storage.local.local_storage import (
     LocalStorage,
     describe_os_error,
     rename_exclusively,
 )
+from dist_ckpt.core.storage.storage_protocol import Storage, WritableFile
 from dist_ckpt.errors import ExistsError, NotFoundError, StorageError, check_flag
 
 _log = logging.getLogger("dist_ckpt")

@@ -26,9 +26,9 @@ from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.trainer import writer_handle
 from dist_ckpt.async_save.trainer.job import Job
 from dist_ckpt.async_save.trainer.writer_handle import SaveHandle
-from dist_ckpt.async_save.writer.messages import Close, Hello
+from dist_ckpt.async_save.writer.writer_messages import Close, Hello
 from dist_ckpt.config import Config
-from dist_ckpt.core.comm.messages import Failure
+from dist_ckpt.core.comm.rank_messages import Failure
 from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.errors import ConflictError, StorageError

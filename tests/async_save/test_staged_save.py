@@ -12,16 +12,16 @@ import pytest
 
 from dist_ckpt.async_save.snapshots.arena import ArenaPool, ArenaReader
 from dist_ckpt.async_save.writer import staged_save
-from dist_ckpt.async_save.writer.messages import Hello
 from dist_ckpt.async_save.writer.staged_save import Staging, open_staged_files
+from dist_ckpt.async_save.writer.writer_messages import Hello
 from dist_ckpt.config import Config
 from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.planning.save.save_planner import plan_rank_files
 from dist_ckpt.core.runtime.host_memory import address_of
-from dist_ckpt.core.runtime.process import find_process
+from dist_ckpt.core.runtime.processes import find_process
 from dist_ckpt.core.shard_io.write.shard_writer import NullStorage, WritableStorage, write_all
-from dist_ckpt.core.storage.interface import WritableFile
+from dist_ckpt.core.storage.storage_protocol import WritableFile
 from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError, RankError
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from staged_saves import Staged, State, new_id

@@ -21,8 +21,8 @@ from dist_ckpt.async_save.trainer.start_handshake import (
     agree_on_start,
 )
 from dist_ckpt.async_save.trainer.writer_handle import WriterHandle
-from dist_ckpt.async_save.writer.messages import Go, Hello, Serve
-from dist_ckpt.core.comm.messages import Failure
+from dist_ckpt.async_save.writer.writer_messages import Go, Hello, Serve
+from dist_ckpt.core.comm.rank_messages import Failure
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.saving.save import never_urgent
 from dist_ckpt.errors import RankError, StorageError

@@ -15,7 +15,7 @@ import pytest
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.async_save.trainer import writer_handle
 from dist_ckpt.async_save.trainer.writer_handle import BackgroundSave, SaveHandle, WriterHandle
-from dist_ckpt.async_save.writer.messages import (
+from dist_ckpt.async_save.writer.writer_messages import (
     Done,
     Go,
     Hello,
@@ -27,7 +27,7 @@ from dist_ckpt.async_save.writer.messages import (
     WriterMessage,
 )
 from dist_ckpt.config import Config
-from dist_ckpt.core.comm.messages import Failure
+from dist_ckpt.core.comm.rank_messages import Failure
 from dist_ckpt.errors import RankError, StorageError
 from fake_writers import A_REPORT
 

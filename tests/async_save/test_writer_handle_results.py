@@ -11,9 +11,9 @@ import pytest
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.trainer import writer_handle
 from dist_ckpt.async_save.trainer.writer_handle import SaveHandle, WriterHandle
-from dist_ckpt.async_save.writer.messages import Hello
+from dist_ckpt.async_save.writer.writer_messages import Hello
 from dist_ckpt.config import Config
-from dist_ckpt.core.comm.messages import Failure
+from dist_ckpt.core.comm.rank_messages import Failure
 from dist_ckpt.errors import StorageError
 from fake_writers import A_REPORT, SOON_S, FakeWriter, order
 

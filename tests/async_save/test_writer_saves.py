@@ -18,12 +18,12 @@ from dist_ckpt.async_save.snapshots.arena import ArenaPool, ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import HEADER_NBYTES
 from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSnapshot, open_recovered
 from dist_ckpt.async_save.writer import writer_saves
-from dist_ckpt.async_save.writer.messages import Done, Hello, Serve, Write
-from dist_ckpt.async_save.writer.process import StoreServers
+from dist_ckpt.async_save.writer.background_writer import StoreServers
+from dist_ckpt.async_save.writer.writer_messages import Done, Hello, Serve, Write
 from dist_ckpt.async_save.writer.writer_saves import WriterContext, WriterRendezvous, WriterSave
 from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
 from dist_ckpt.core.comm.key_value.key_client import KeyClient
-from dist_ckpt.core.storage.forwarding import RateLimit
+from dist_ckpt.core.storage.storage_wrappers import RateLimit
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.reports import IoCount
 from dist_ckpt.testing.faulty_storage import FaultyStorage

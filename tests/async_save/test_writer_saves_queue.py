@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dist_ckpt.async_save.snapshots.arena import Arena, ArenaPool, ArenaReader
-from dist_ckpt.async_save.writer.messages import Hello, ProtocolError, Write
+from dist_ckpt.async_save.writer.writer_messages import Hello, ProtocolError, Write
 from dist_ckpt.async_save.writer.writer_saves import (
     MAX_SAVES,
     OpenArenas,

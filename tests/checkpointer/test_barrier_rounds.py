@@ -19,7 +19,7 @@ from dist_ckpt.checkpointer.barrier_rounds import (
 )
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.comm.exchange.store_channel import StoreNotes
-from dist_ckpt.core.comm.messages import NoAnswerError
+from dist_ckpt.core.comm.rank_messages import NoAnswerError
 from dist_ckpt.errors import RankError
 from dist_ckpt.testing.thread_channel import ThreadChannel, ThreadCollective, ThreadStore
 from exchanges import exchange

@@ -80,7 +80,7 @@ def test_what_the_page_lacks_is_said_before_anything_is_checked(run, saved, tmp_
     def check(*_, **__):
         raise AssertionError("it would have taken hours")
 
-    monkeypatch.setattr("dist_ckpt.tools.report.facts.verify", check)
+    monkeypatch.setattr("dist_ckpt.tools.report.report_content.verify", check)
     (tmp_path / "notes.html").write_text("mine")
     assert run("report", saved, "-o", tmp_path / "notes.html")[0] == 5
     assert run("report", saved, "-o", tmp_path / "no" / "page.html")[0] == 3
@@ -94,7 +94,7 @@ def test_what_could_not_be_checked_is_not_called_whole(run, saved, tmp_path, mon
     def fail(*_, **__):
         raise StorageError("the disk does not answer")
 
-    monkeypatch.setattr("dist_ckpt.tools.report.facts.verify", fail)
+    monkeypatch.setattr("dist_ckpt.tools.report.report_content.verify", fail)
     code, out, _ = run("report", root, "-o", page)
     assert (code, out) == (
         5,

@@ -22,7 +22,7 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.planning.selection import SELECT_ALL
+from dist_ckpt.core.planning.name_selection import SELECT_ALL
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.interop import imports
 from dist_ckpt.interop.readers.nested_state import ImportFilter

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from dist_ckpt.core.comm import process_group
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.runtime.process import find_process
+from dist_ckpt.core.runtime.processes import find_process
 from dist_ckpt.errors import RankError
 from exchanges import exchange
 from ranks import Options, Outcome, run_ranks, try_ranks

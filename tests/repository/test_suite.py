@@ -23,7 +23,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 OF_SIGNALS = (
     "tests/core/runtime/test_threads.py",
-    "tests/core/storage/test_forwarding_deadline.py",
+    "tests/core/storage/test_storage_wrappers_deadline.py",
     "tests/async_save/test_job_orphan_writers.py",
 )
 

@@ -29,8 +29,8 @@ from dist_ckpt.core.commit.removal import (
 )
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.core.storage.forwarding import ForwardingStorage, T
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
+from dist_ckpt.core.storage.storage_wrappers import ForwardingStorage, T
 from dist_ckpt.errors import ConflictError, ExistsError, NotFoundError, StorageError
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 from dist_ckpt.runs.metrics import put_metrics

@@ -13,11 +13,11 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt.core.checkpoint import open_checkpoint
-from dist_ckpt.core.checkpoint import verify as verifying
-from dist_ckpt.core.commit.records import checks
-from dist_ckpt.core.commit.records.checks import CHECK, newest_checks, put_check
+from dist_ckpt.core.checkpoint import verify_checkpoint as verifying
+from dist_ckpt.core.commit.records import recorded_checks
 from dist_ckpt.core.commit.records.incarnations import begin_incarnation
 from dist_ckpt.core.commit.records.record_store import read_annotations
+from dist_ckpt.core.commit.records.recorded_checks import CHECK, newest_checks, put_check
 from dist_ckpt.core.shard_io.read import open_files
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
@@ -163,7 +163,7 @@ def test_what_is_only_read_is_reported_and_not_recorded(
     def refuse(*_: Any) -> None:
         raise StorageError("read-only")
 
-    monkeypatch.setattr(checks, "put_annotation", refuse)
+    monkeypatch.setattr(recorded_checks, "put_annotation", refuse)
     assert not dc.verify(root / "s3").ok
     with pytest.raises(CorruptError, match=r"model\.w rows 0:64"):
         dc.load(fresh(), root / "s3")

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from commit_cases import step_at
-from dist_ckpt.core.commit.records.checks import put_check
 from dist_ckpt.core.commit.records.incarnations import begin_incarnation
 from dist_ckpt.core.commit.records.leases import Lease
 from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef, pin, tag, unpin, untag
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.commit.records.record_store import read_annotations
+from dist_ckpt.core.commit.records.recorded_checks import put_check
 from dist_ckpt.errors import ConflictError, NotFoundError
 from dist_ckpt.runs.listing import Listing, list_run
 from dist_ckpt.runs.metrics import put_metrics

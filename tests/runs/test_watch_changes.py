@@ -9,9 +9,9 @@ import pytest
 from dist_ckpt.core.commit import removal
 from dist_ckpt.core.commit.attempts import try_abandon
 from dist_ckpt.core.commit.commit_protocol import claim
-from dist_ckpt.core.commit.records.checks import put_check
 from dist_ckpt.core.commit.records.incarnations import LivenessFile, begin_incarnation
 from dist_ckpt.core.commit.records.protections import CheckpointKey
+from dist_ckpt.core.commit.records.recorded_checks import put_check
 from dist_ckpt.errors import NotFoundError
 from dist_ckpt.runs import retention_policy as keep
 from dist_ckpt.runs.metrics import put_metrics

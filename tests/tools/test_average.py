@@ -20,7 +20,7 @@ from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.thread_channel import TEST_CONFIG
 from dist_ckpt.tools.average import mean
 from dist_ckpt.tools.average.average import AverageCall, average_together
-from dist_ckpt.tools.average.source_selection import AverageOptions
+from dist_ckpt.tools.average.checkpoint_selection import AverageOptions
 from ranks import Outcome, try_ranks
 from sharded_checkpoints import blocks_of
 

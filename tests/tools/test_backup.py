@@ -14,8 +14,8 @@ from dist_ckpt.core.commit.attempts import find_checkpoint
 from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.commit.removal import remove_all_garbage, remove_garbage
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.core.storage.forwarding import T
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
+from dist_ckpt.core.storage.storage_wrappers import T
 from dist_ckpt.errors import (
     CheckpointError,
     ConflictError,

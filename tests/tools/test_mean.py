@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dist_ckpt.core.format.index.index import Catalog
-from dist_ckpt.core.planning.selection import parse_selection
+from dist_ckpt.core.planning.name_selection import parse_selection
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.tools.average.mean import select_tensors
 from written import catalog_of, one_cell, random_tensor

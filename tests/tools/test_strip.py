@@ -18,8 +18,8 @@ from dist_ckpt.core.commit.removal import remove_garbage
 from dist_ckpt.core.commit.transaction import Transaction
 from dist_ckpt.core.format.objects.objects_file import decode
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.core.storage.forwarding import ForwardingStorage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
+from dist_ckpt.core.storage.storage_wrappers import ForwardingStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError, NotFoundError
 from dist_ckpt.runs.listing import list_run
 from dist_ckpt.runs.metrics import put_metrics

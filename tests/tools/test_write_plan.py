@@ -21,7 +21,7 @@ from dist_ckpt.interop.dcp import export as dcp  # noqa: E402
 from dist_ckpt.interop.hf import export as hf  # noqa: E402
 from dist_ckpt.interop.torch_save import export as torch_save  # noqa: E402
 from dist_ckpt.tools.average.average import plan_average  # noqa: E402
-from dist_ckpt.tools.average.source_selection import AverageOptions  # noqa: E402
+from dist_ckpt.tools.average.checkpoint_selection import AverageOptions  # noqa: E402
 
 Plan = Callable[[Path], WritePlan[Any]]
 CHECKPOINTS: dict[str, Plan] = {

@@ -53,7 +53,7 @@ def test_a_load_imports_no_reader_of_another_systems_files(tmp_path: Path) -> No
     assert set(done.stdout.split()) == {"dist_ckpt.interop", "dist_ckpt.interop.registry"}
 
 
-@pytest.mark.parametrize("name", ["hf.read", "dcp.read", "frameworks.deepspeed"])
+@pytest.mark.parametrize("name", ["hf.read", "dcp.read", "frameworks.read_deepspeed"])
 def test_each_reader_that_the_table_names_is_there(name: str) -> None:
     registry = importlib.import_module("dist_ckpt.interop.registry")
     assert registry.reader_module(name).__name__ == f"dist_ckpt.interop.{name}"

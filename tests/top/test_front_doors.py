@@ -18,7 +18,7 @@ from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.saving import save
 from dist_ckpt.core.saving.save import SaveOptions
 from dist_ckpt.tools.average import average
-from dist_ckpt.tools.average.source_selection import AverageOptions
+from dist_ckpt.tools.average.checkpoint_selection import AverageOptions
 
 # The options that only dist_ckpt itself gives.
 OF_RUNS = {"incarnation", "boundary", "is_urgent", "make_room"}

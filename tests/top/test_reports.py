@@ -26,7 +26,7 @@ from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.saving import save as saver
 from dist_ckpt.core.saving.save import SaveOptions, save_together
-from dist_ckpt.core.storage.forwarding import CountingStorage
+from dist_ckpt.core.storage.storage_wrappers import CountingStorage
 from dist_ckpt.reports import IoCount
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.thread_channel import TEST_CONFIG

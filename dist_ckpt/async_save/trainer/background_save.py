@@ -26,7 +26,7 @@ from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS
 from dist_ckpt.async_save.trainer.job import Job
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, StartDecision, agree_on_start
 from dist_ckpt.async_save.trainer.writer_handle import BackgroundSave, SaveHandle, WriterHandle
-from dist_ckpt.async_save.writer.messages import Write
+from dist_ckpt.async_save.writer.writer_messages import Write
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.planning.plan import Batch, BatchPart, FilePlan, Inventory
@@ -43,8 +43,8 @@ from dist_ckpt.core.saving.agreement import (
 from dist_ckpt.core.saving.attachments import read_attached
 from dist_ckpt.core.saving.local_save_state import LocalSaveState
 from dist_ckpt.core.saving.save import SaveOptions
+from dist_ckpt.core.shard_io.memory.cell_memory import CellSource
 from dist_ckpt.core.shard_io.memory.cuda import SideStreamCopies, check_no_capture
-from dist_ckpt.core.shard_io.memory.interface import CellSource
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, SourceOf
 from dist_ckpt.core.state.tree.containers import State
 from dist_ckpt.core.storage import open_storage

@@ -18,7 +18,7 @@ from weakref import finalize
 from dist_ckpt.async_save.snapshots.arena import ArenaPool, find_only_copy
 from dist_ckpt.async_save.snapshots.job_folder import ROLES, JobFolder, RankFolder
 from dist_ckpt.async_save.trainer.writer_handle import PROGRAMS, WriterHandle
-from dist_ckpt.async_save.writer.messages import WRITER_END_S, Hello
+from dist_ckpt.async_save.writer.writer_messages import WRITER_END_S, Hello
 from dist_ckpt.core.runtime.lock_files import LockFile, LockOwner
 from dist_ckpt.core.shard_io.memory.cuda import Fence, PinnedArenas, SideStreams
 from dist_ckpt.errors import CheckpointError, ConflictError, StorageError, ranks_text

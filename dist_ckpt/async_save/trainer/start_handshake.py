@@ -13,11 +13,11 @@ from typing import Literal
 
 from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS
 from dist_ckpt.async_save.trainer.writer_handle import WriterHandle, first_error
-from dist_ckpt.async_save.writer.messages import StoreAddress
+from dist_ckpt.async_save.writer.writer_messages import StoreAddress
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, check_equal_on_all_ranks
 from dist_ckpt.core.comm.key_value.client_thread import JOB_STORE_TEXTS
 from dist_ckpt.core.comm.key_value.key_client import TOKEN_NBYTES
-from dist_ckpt.core.comm.messages import Failure, build_error, describe_error
+from dist_ckpt.core.comm.rank_messages import Failure, build_error, describe_error
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.errors import RankError

@@ -18,9 +18,9 @@ from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import TypeVar
 
 from dist_ckpt.async_save.snapshots.job_folder import RankFolder, check_file
-from dist_ckpt.async_save.writer import messages
-from dist_ckpt.core.comm.messages import Failure, build_error
-from dist_ckpt.core.runtime.process import running_time
+from dist_ckpt.async_save.writer import writer_messages
+from dist_ckpt.core.comm.rank_messages import Failure, build_error
+from dist_ckpt.core.runtime.processes import running_time
 from dist_ckpt.core.runtime.threads import run_after_fork
 from dist_ckpt.errors import RankError, StorageError, UnequalReplicasError
 from dist_ckpt.reports import SaveReport
@@ -48,7 +48,9 @@ _POLL_INTERVAL_S = 0.05
 T = TypeVar("T")
 
 
-def start_writer(folder: RankFolder, hello: messages.Hello) -> tuple[messages.Link, Popen[bytes]]:
+def start_writer(
+    folder: RankFolder, hello: writer_messages.Hello
+) -> tuple[writer_messages.Link, Popen[bytes]]:
     """Start the writer of a rank, and return when it is ready. Its log is in the rank's folder.
 
     Raises the error of the writer: ConflictError if the rank has a living one, ValueError for
@@ -56,19 +58,19 @@ def start_writer(folder: RankFolder, hello: messages.Hello) -> tuple[messages.Li
     """
     check_file(folder.log_path)
     trainer_end, writer_end = socket.socketpair()
-    link = messages.Link(trainer_end)
+    link = writer_messages.Link(trainer_end)
     process: Popen[bytes] | None = None
     try:
         with writer_end:
             process = _start_process(folder.log_path, writer_end.fileno())
         link.send(hello)
         answer = link.receive(START_TIMEOUT_S)
-        if isinstance(answer, messages.Ready):
+        if isinstance(answer, writer_messages.Ready):
             return link, process
-        if isinstance(answer, messages.Refused):
+        if isinstance(answer, writer_messages.Refused):
             raise build_error(answer.failure)
         fact = f"it has not begun within {START_TIMEOUT_S:g} s"
-    except messages.LinkClosedError:
+    except writer_messages.LinkClosedError:
         fact = "it has ended at once"
     except OSError as error:
         _end_process(link, process)
@@ -112,7 +114,7 @@ def _start_process(log_path: str, fd: int) -> Popen[bytes]:
         os.close(log)
 
 
-def _end_process(link: messages.Link, process: Popen[bytes] | None) -> None:
+def _end_process(link: writer_messages.Link, process: Popen[bytes] | None) -> None:
     link.close()
     if process is not None:
         try:
@@ -132,7 +134,7 @@ class BackgroundSave:
     snapshot: str
     arena: int
     staged: threading.Event = field(default_factory=threading.Event)
-    done: messages.Done | None = None
+    done: writer_messages.Done | None = None
     lost: Failure | None = None
     is_reported: bool = False
     is_dropped: bool = False
@@ -157,14 +159,14 @@ class BackgroundSave:
 class WriterHandle:
     """One rank's writer. A new process replaces a dead one. Threads may share the handle."""
 
-    def __init__(self, folder: RankFolder, hello: messages.Hello) -> None:
+    def __init__(self, folder: RankFolder, hello: writer_messages.Hello) -> None:
         self._folder = folder
         self._hello = hello
         self._lock = threading.RLock()
-        self._link: messages.Link | None = None
+        self._link: writer_messages.Link | None = None
         self._process: Popen[bytes] | None = None
         self._saves: dict[str, BackgroundSave] = {}
-        self._answer: messages.WriterMessage | None = None
+        self._answer: writer_messages.WriterMessage | None = None
         self.num_restarts = 0
         self.num_dropped = 0
         self.has_committed = False
@@ -173,7 +175,7 @@ class WriterHandle:
         # The start of the newest save of this job, by its coordinator's clock.
         self.newest_at = 0.0
         # The store where it meets the other writers.
-        self.joined: messages.StoreAddress | None = None
+        self.joined: writer_messages.StoreAddress | None = None
         # A save has failed because replicas differ, and none has begun since.
         self.has_unequal_replicas = False
         run_after_fork(self._detach_in_child)
@@ -203,7 +205,7 @@ class WriterHandle:
             try:
                 while (message := self._link.receive(0.0)) is not None:
                     self._process_message(message)
-            except messages.LinkClosedError:
+            except writer_messages.LinkClosedError:
                 self._close_link()
 
     def wait_for(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
@@ -220,7 +222,7 @@ class WriterHandle:
             if running_time() > ping_at:
                 # This kills a frozen writer. Otherwise the wait would never end.
                 with suppress(RankError):
-                    self._request(messages.Ping(), messages.Pong)
+                    self._request(writer_messages.Ping(), writer_messages.Pong)
                 ping_at = running_time() + PING_INTERVAL_S
         return True
 
@@ -255,7 +257,7 @@ class WriterHandle:
                 if save.is_settled and (save.is_reported or not save.failure):
                     del self._saves[save.snapshot]
 
-    def submit(self, save: BackgroundSave, write: messages.Write) -> None:
+    def submit(self, save: BackgroundSave, write: writer_messages.Write) -> None:
         """Send a snapshot. If the writer is dead, the save is lost. Interrupts kill the writer."""
         with self._lock:
             self.forget_reported()
@@ -272,17 +274,17 @@ class WriterHandle:
 
     def abort(self, save: BackgroundSave, reason: str) -> None:
         """Fail a save that could not be staged."""
-        self._send(messages.Abort(save.snapshot, reason))
+        self._send(writer_messages.Abort(save.snapshot, reason))
 
-    def serve_store(self, peer_host: str) -> messages.StoreAddress:
+    def serve_store(self, peer_host: str) -> writer_messages.StoreAddress:
         """Make the writer serve a new store. Return its host, port and token."""
         token = secrets.token_bytes(32)
-        answer = self._request(messages.Serve(token, peer_host), messages.Serving)
+        answer = self._request(writer_messages.Serve(token, peer_host), writer_messages.Serving)
         return answer.host, answer.port, token
 
     def pause(self, snapshot: str) -> bool:
         """Pause a save. Return False if it has begun."""
-        return self._request(messages.Pause(snapshot), messages.Paused).is_paused
+        return self._request(writer_messages.Pause(snapshot), writer_messages.Paused).is_paused
 
     def end_pause(self, snapshot: str, *, drop: bool) -> None:
         """Continue a paused save, or drop it."""
@@ -290,16 +292,16 @@ class WriterHandle:
         if drop and save is not None and not save.is_settled:  # settled: its writer died
             save.is_dropped = True
             self.num_dropped += 1
-        self._send(messages.Go(snapshot, drop))
+        self._send(writer_messages.Go(snapshot, drop))
 
     def detach(self) -> None:
         """Let the writer end when all saves are settled. Handles still get results. No wait."""
-        self._send(messages.Close())
+        self._send(writer_messages.Close())
 
     def close(self, timeout_s: float) -> None:
         """End the writer when all saves are settled. Kill it after `timeout_s`."""
         with self._lock:
-            self._send(messages.Close())
+            self._send(writer_messages.Close())
             if self._process is not None:
                 try:
                     self._process.wait(timeout_s)
@@ -310,7 +312,7 @@ class WriterHandle:
             self._close_link()
             self._process = None
 
-    def _request(self, request: messages.WriterMessage, answer_type: type[T]) -> T:
+    def _request(self, request: writer_messages.WriterMessage, answer_type: type[T]) -> T:
         """Return the writer's answer. Kill a writer that sends none, and raise RankError."""
         with self._lock:
             self._answer = None
@@ -319,7 +321,7 @@ class WriterHandle:
             while self._answer is None and self._link is not None and running_time() < until:
                 self.receive_messages(_POLL_INTERVAL_S)
             answer = self._answer
-            if isinstance(answer, messages.Refused):
+            if isinstance(answer, writer_messages.Refused):
                 raise build_error(answer.failure)
             if not isinstance(answer, answer_type):
                 self.kill()
@@ -337,16 +339,16 @@ class WriterHandle:
                 self._process.kill()
             self._close_link()
 
-    def _send(self, message: messages.WriterMessage) -> None:
+    def _send(self, message: writer_messages.WriterMessage) -> None:
         with self._lock:
             if self._link is not None:
                 try:
                     self._link.send(message)
-                except messages.LinkClosedError:
+                except writer_messages.LinkClosedError:
                     self.receive_messages()  # its last messages
 
-    def _process_message(self, message: messages.WriterMessage) -> None:
-        if not isinstance(message, messages.Done):
+    def _process_message(self, message: writer_messages.WriterMessage) -> None:
+        if not isinstance(message, writer_messages.Done):
             self._answer = message
         elif (save := self._saves.get(message.snapshot)) is not None:
             save.done = message

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from dist_ckpt.async_save.writer.process import main
+from dist_ckpt.async_save.writer.background_writer import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -15,7 +15,7 @@ from functools import partial
 
 from dist_ckpt.async_save.snapshots.arena import FollowedArena
 from dist_ckpt.async_save.snapshots.arena_layout import Seal, Snapshot, SnapshotMetadata
-from dist_ckpt.async_save.writer.messages import Hello
+from dist_ckpt.async_save.writer.writer_messages import Hello
 from dist_ckpt.core.comm.collectives.collective import DistinctPayloads
 from dist_ckpt.core.commit.transaction import IndexFields
 from dist_ckpt.core.format import filenames
@@ -24,7 +24,7 @@ from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, SavePlan
 from dist_ckpt.core.planning.save.save_planner import plan_rank_files
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.host_memory import BufferPool, address_of
-from dist_ckpt.core.runtime.process import find_state, running_time
+from dist_ckpt.core.runtime.processes import find_state, running_time
 from dist_ckpt.core.shard_io.write.shard_writer import NullStorage, RankFiles, write_all
 from dist_ckpt.errors import CheckpointError, CorruptError, RankError
 

@@ -20,28 +20,34 @@ from functools import partial
 from dist_ckpt.async_save.snapshots.arena import ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import UNCLAIMED
 from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS, RankFolder
-from dist_ckpt.async_save.writer.messages import Done, Hello, ProtocolError, StoreAddress, Write
 from dist_ckpt.async_save.writer.staged_save import StagedSave, index_fields
+from dist_ckpt.async_save.writer.writer_messages import (
+    Done,
+    Hello,
+    ProtocolError,
+    StoreAddress,
+    Write,
+)
 from dist_ckpt.config import Config
-from dist_ckpt.core.checkpoint.verify import record_damage
+from dist_ckpt.core.checkpoint.verify_checkpoint import record_damage
 from dist_ckpt.core.comm.collectives.collective import DistinctPayloads
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Channel, SingleProcessChannel
 from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
 from dist_ckpt.core.comm.key_value.client_thread import StoreErrorTexts
 from dist_ckpt.core.comm.key_value.key_client import KeyClient
-from dist_ckpt.core.comm.messages import NoAnswerError, RankLocation, describe_error
-from dist_ckpt.core.commit.records.checks import is_known_damaged
+from dist_ckpt.core.comm.rank_messages import NoAnswerError, RankLocation, describe_error
+from dist_ckpt.core.commit.records.recorded_checks import is_known_damaged
 from dist_ckpt.core.commit.transaction import RankWriteResult, Transaction
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.planning.plan import SavePlan
 from dist_ckpt.core.planning.save.save_planner import nbytes_to_write
 from dist_ckpt.core.runtime.host_memory import BufferPool
-from dist_ckpt.core.runtime.process import find_process
+from dist_ckpt.core.runtime.processes import find_process
 from dist_ckpt.core.saving.agreement import build_plan
 from dist_ckpt.core.shard_io.write.link_unchanged import LinkableSaves, SavedFiles, write_or_link
 from dist_ckpt.core.storage import open_storage
-from dist_ckpt.core.storage.forwarding import CountingStorage, RateLimit, RateLimitedStorage
+from dist_ckpt.core.storage.storage_wrappers import CountingStorage, RateLimit, RateLimitedStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError, RankError
 from dist_ckpt.reports import Phases, SaveReport
 

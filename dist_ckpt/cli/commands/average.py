@@ -49,6 +49,6 @@ def average(
         )
     with output.needs_torch("average"):
         from dist_ckpt.tools.average.average import plan_average  # noqa: PLC0415  (it needs torch)
-        from dist_ckpt.tools.average.source_selection import AverageOptions  # noqa: PLC0415  (it goes with that)
+        from dist_ckpt.tools.average.checkpoint_selection import AverageOptions  # noqa: PLC0415  (it goes with that)
     plan = plan_average(sources[0] if is_run else sources, target, AverageOptions(**of_average))
     output.write_checkpoint(plan, AverageResult, dry_run=dry_run, as_json=as_json)

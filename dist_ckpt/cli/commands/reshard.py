@@ -8,7 +8,7 @@ import click
 
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import ReshardResult
-from dist_ckpt.core.planning.selection import parse_selection
+from dist_ckpt.core.planning.name_selection import parse_selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.default_opener import OPENER
 from dist_ckpt.tools.rewrite.reshard import plan_rewrite, resolve_sharding

@@ -9,9 +9,9 @@ from contextlib import suppress
 import click
 
 from dist_ckpt.cli import output, results, shared_options
-from dist_ckpt.core.checkpoint.verify import Level, Problem, VerifyReport
-from dist_ckpt.core.checkpoint.verify import verify as verify_checkpoint
-from dist_ckpt.core.commit.records.checks import find_newest_good
+from dist_ckpt.core.checkpoint.verify_checkpoint import Level, Problem, VerifyReport
+from dist_ckpt.core.checkpoint.verify_checkpoint import verify as verify_checkpoint
+from dist_ckpt.core.commit.records.recorded_checks import find_newest_good
 from dist_ckpt.core.shard_io.read.open_files import rows_text
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.default_opener import OPENER

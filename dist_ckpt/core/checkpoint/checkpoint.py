@@ -17,7 +17,7 @@ from dist_ckpt.config import Config
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.checkpoint.opener import NATIVE, Opener
 from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.commit.records.checks import naming_newest_good
+from dist_ckpt.core.commit.records.recorded_checks import naming_newest_good
 from dist_ckpt.core.format import strict_json
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.filenames import Attempt

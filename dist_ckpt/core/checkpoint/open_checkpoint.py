@@ -13,9 +13,9 @@ from typing import Literal, Self
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.checkpoint.opener import NATIVE, Opener, UserPath
-from dist_ckpt.core.checkpoint.verify import record_damage
+from dist_ckpt.core.checkpoint.verify_checkpoint import record_damage
 from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.commit.records.checks import name_newest_good, naming_newest_good
+from dist_ckpt.core.commit.records.recorded_checks import name_newest_good, naming_newest_good
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import BLOCK_NBYTES
 from dist_ckpt.core.format.dtypes import DTYPES
@@ -26,9 +26,9 @@ from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.format.objects.plain_types import Placeholder
 from dist_ckpt.core.planning.load.load_planner import plan_load
+from dist_ckpt.core.planning.name_selection import Selection
 from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.planning.save.save_planner import plan_all_files
-from dist_ckpt.core.planning.selection import Selection
 from dist_ckpt.core.runtime.host_memory import BufferPool
 from dist_ckpt.core.shard_io.memory.host_array import ArrayTarget
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader

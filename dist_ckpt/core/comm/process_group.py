@@ -19,10 +19,10 @@ from dist_ckpt.core.comm.collectives.gloo import GlooCollective
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
 from dist_ckpt.core.comm.key_value import client_thread
-from dist_ckpt.core.comm.messages import NoAnswerError, RankLocation
+from dist_ckpt.core.comm.rank_messages import NoAnswerError, RankLocation
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.runtime import torch_private
-from dist_ckpt.core.runtime.process import find_process
+from dist_ckpt.core.runtime.processes import find_process
 from dist_ckpt.core.runtime.threads import DaemonThreads
 
 # A bulk collective begins just after an exchange of all ranks: a rank that is missing after

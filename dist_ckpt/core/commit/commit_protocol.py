@@ -60,7 +60,7 @@ from dist_ckpt.core.format.filenames import (
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Abandoned, Index
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
-from dist_ckpt.core.runtime.process import running_time
+from dist_ckpt.core.runtime.processes import running_time
 from dist_ckpt.core.storage import Entry, Storage, refuse_linked_step
 from dist_ckpt.errors import (
     CheckpointError,

@@ -42,7 +42,7 @@ from dist_ckpt.core.format.filenames import (
     trash_name,
 )
 from dist_ckpt.core.storage import Storage, refuse_linked_step
-from dist_ckpt.core.storage.forwarding import free_nbytes
+from dist_ckpt.core.storage.storage_wrappers import free_nbytes
 from dist_ckpt.errors import CheckpointError, StorageError
 from dist_ckpt.reports import format_count, format_size
 

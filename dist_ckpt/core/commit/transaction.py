@@ -20,7 +20,7 @@ from msgspec.structs import asdict
 
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange.channel import Channel, Exchange
-from dist_ckpt.core.comm.messages import NoAnswerError
+from dist_ckpt.core.comm.rank_messages import NoAnswerError
 from dist_ckpt.core.commit import attempts, commit_protocol, removal
 from dist_ckpt.core.commit.receipts import (
     build_attached_table,

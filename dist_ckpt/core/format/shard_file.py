@@ -23,7 +23,7 @@ from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import ByteRange, Cell, ElementRange, Region, Shape, check_cell
 from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.core.format.strict_json import Json, corrupt_error
-from dist_ckpt.core.runtime.process import paused_collector
+from dist_ckpt.core.runtime.processes import paused_collector
 from dist_ckpt.errors import CheckpointError, IncompatibleError
 
 

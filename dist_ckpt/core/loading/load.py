@@ -22,14 +22,14 @@ from torch.distributed import ProcessGroup
 
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.checkpoint.opener import NATIVE, NOTHING_IN_MEMORY, MemorySource, Opener
-from dist_ckpt.core.checkpoint.verify import record_damage
+from dist_ckpt.core.checkpoint.verify_checkpoint import record_damage
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.attempts import MAX_TRIES
-from dist_ckpt.core.commit.records.checks import name_newest_good, note_check
+from dist_ckpt.core.commit.records.recorded_checks import name_newest_good, note_check
 from dist_ckpt.core.format.filenames import Attempt
-from dist_ckpt.core.loading.coordinator import (
+from dist_ckpt.core.loading.load_decisions import (
     CheckFindings,
     JobTotals,
     LoadDecision,
@@ -42,20 +42,20 @@ from dist_ckpt.core.loading.coordinator import (
     sum_totals,
 )
 from dist_ckpt.core.loading.load_options import LoadOptions, ReadOnce, Sources, sources_text
-from dist_ckpt.core.loading.prepare import (
+from dist_ckpt.core.loading.prepare_load import (
     LoadArguments,
     LoadCall,
     PreparedLoad,
     prepare_load,
     read_arguments,
 )
-from dist_ckpt.core.loading.shared_read.group import (
+from dist_ckpt.core.loading.shared_read.shared_read_group import (
     SharedReadGroup,
     UnreachableRanks,
     gather_requests,
 )
 from dist_ckpt.core.loading.shared_read.shared_reader import check_blocks_first, read_blocks
-from dist_ckpt.core.planning.selection import SELECT_ALL, Cast
+from dist_ckpt.core.planning.name_selection import SELECT_ALL, Cast
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.public_names import refuse_old_parameters

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from dist_ckpt.core.format.index.model_description import check_description
-from dist_ckpt.core.planning.selection import Cast, Selection, parse_cast, parse_selection
+from dist_ckpt.core.planning.name_selection import Cast, Selection, parse_cast, parse_selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.state.binding.sources.rename import parse_rename
 from dist_ckpt.core.storage import open_storage

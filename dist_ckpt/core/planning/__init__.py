@@ -6,5 +6,5 @@
 - Resharding: `load/load_planner.py`. Reads that ranks share: `load/read_sharing.py`.
 - `dc.ShardingConfig`: `sharding_config.py`; a load or a reshard applies it by `target_views` there;
   how a state applies it: `core/state/sharding_rules.py`.
-- `include`, `exclude`, `cast`: `selection.py`.
+- `include`, `exclude`, `cast`: `name_selection.py`.
 """

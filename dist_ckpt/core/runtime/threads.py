@@ -17,7 +17,7 @@ from typing import TypeVar
 from weakref import WeakMethod
 
 from dist_ckpt.config import STALL_TIMEOUT_S
-from dist_ckpt.core.runtime.process import running_time
+from dist_ckpt.core.runtime.processes import running_time
 from dist_ckpt.errors import StorageError
 
 # How long an idle thread stays. Starting one takes about 0.1 ms.

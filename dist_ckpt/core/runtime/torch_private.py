@@ -1,4 +1,4 @@
-"""The private names of torch that we use; those of FSDP1 are in `state/fsdp1/private_names.py`.
+"""The private names of torch that we use. Those of FSDP1: `state/fsdp1/fsdp1_private_names.py`.
 
 | name                    | from `torch.`                            | for                         |
 | ----------------------- | ---------------------------------------- | --------------------------- |

@@ -11,11 +11,11 @@ from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
+from dist_ckpt.core.planning.name_selection import find_unmatched_on_all
 from dist_ckpt.core.planning.plan import Inventory, SavePlan
 from dist_ckpt.core.planning.save import save_planner
-from dist_ckpt.core.planning.selection import find_unmatched_on_all
 from dist_ckpt.core.runtime import typed_msgpack
-from dist_ckpt.core.runtime.process import paused_collector
+from dist_ckpt.core.runtime.processes import paused_collector
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.shard_io.write.link_unchanged import LinkableSaves
 from dist_ckpt.errors import listed, ranks_text

@@ -25,9 +25,9 @@ from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
+from dist_ckpt.core.planning.name_selection import Selection, parse_selection
 from dist_ckpt.core.planning.plan import FileReceipt, SavePlan
 from dist_ckpt.core.planning.save.save_planner import plan_rank_files
-from dist_ckpt.core.planning.selection import Selection, parse_selection
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.host_memory import BufferPool
 from dist_ckpt.core.runtime.typed_msgpack import Message
@@ -42,7 +42,7 @@ from dist_ckpt.core.shard_io.read.read_windows import WindowSources, read_window
 from dist_ckpt.core.shard_io.write.link_unchanged import MAX_SHARED
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
 from dist_ckpt.core.storage import Storage, open_storage
-from dist_ckpt.core.storage.forwarding import CountingStorage
+from dist_ckpt.core.storage.storage_wrappers import CountingStorage
 from dist_ckpt.errors import NotFoundError, StorageError, listed
 from dist_ckpt.reports import IoCount, LoadReport
 

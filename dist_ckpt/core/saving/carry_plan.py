@@ -20,8 +20,8 @@ from dist_ckpt.core.format.index.index import (
     TensorRecord,
 )
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
+from dist_ckpt.core.planning.name_selection import Selection, names_above
 from dist_ckpt.core.planning.plan import SavePlan
-from dist_ckpt.core.planning.selection import Selection, names_above
 from dist_ckpt.core.planning.sharding_config import ShardingConfig, plan_reshard
 from dist_ckpt.core.state.binding.sources.saved_tree import state_name
 from dist_ckpt.core.state.tree.containers import child_name, find_enclosing_subclass, is_mapping

@@ -14,6 +14,7 @@ from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import block_digest, document_digest
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.plain_codec import encode_value
+from dist_ckpt.core.planning.name_selection import SELECT_ALL, Selection
 from dist_ckpt.core.planning.plan import (
     FilePlan,
     Inventory,
@@ -31,11 +32,10 @@ from dist_ckpt.core.planning.save.save_planner import (
     number_cells,
     plan_rank_files,
 )
-from dist_ckpt.core.planning.selection import SELECT_ALL, Selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
-from dist_ckpt.core.runtime.process import paused_collector
+from dist_ckpt.core.runtime.processes import paused_collector
 from dist_ckpt.core.saving.agreement import SaveCache
-from dist_ckpt.core.shard_io.memory.interface import CellSource
+from dist_ckpt.core.shard_io.memory.cell_memory import CellSource
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles
 from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory
 from dist_ckpt.core.state.tree.containers import State

@@ -15,21 +15,21 @@ import torch
 from torch.distributed import ProcessGroup
 
 from dist_ckpt import __version__
-from dist_ckpt.core.checkpoint.verify import record_damage
+from dist_ckpt.core.checkpoint.verify_checkpoint import record_damage
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.attempts import not_found_if_removed
-from dist_ckpt.core.commit.records.checks import is_known_damaged
 from dist_ckpt.core.commit.records.incarnations import Incarnation
+from dist_ckpt.core.commit.records.recorded_checks import is_known_damaged
 from dist_ckpt.core.commit.transaction import IndexFields, RankWriteResult, Transaction
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.model_description import add_description, check_description
 from dist_ckpt.core.format.objects.plain_codec import check_plain, encode_value
 from dist_ckpt.core.format.strict_json import Scalar, is_text
+from dist_ckpt.core.planning.name_selection import Selection, parse_patterns, parse_selection
 from dist_ckpt.core.planning.plan import FileReceipt, Inventory, ReplicaDigests
-from dist_ckpt.core.planning.selection import Selection, parse_patterns, parse_selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.saving.agreement import (
@@ -45,7 +45,7 @@ from dist_ckpt.core.saving.local_save_state import FIRST_NBYTES, LocalSaveState,
 from dist_ckpt.core.shard_io.write.link_unchanged import SavedFiles, write_or_link
 from dist_ckpt.core.state.tree.containers import State
 from dist_ckpt.core.storage import Storage, open_storage
-from dist_ckpt.core.storage.forwarding import CountingStorage
+from dist_ckpt.core.storage.storage_wrappers import CountingStorage
 from dist_ckpt.errors import UnequalReplicasError, check_flag, check_whole
 from dist_ckpt.reports import IoCount, LoadReport, Phases, SaveReport
 

@@ -18,7 +18,7 @@ from dist_ckpt.core.format.state_bytes import ATTEMPT, COMPONENT, EncodedDocumen
 from dist_ckpt.core.planning.mesh import compute_cells
 from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, Inventory, Receipt, SavePlan, Whole
 from dist_ckpt.core.planning.save.save_planner import plan_rank_files, plan_save
-from dist_ckpt.core.runtime.process import paused_collector
+from dist_ckpt.core.runtime.processes import paused_collector
 from dist_ckpt.core.saving.local_save_state import encode_objects_files
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, SourceOf, write_all
 from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory

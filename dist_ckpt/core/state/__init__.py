@@ -6,5 +6,5 @@
   `tensors/tensor_subclasses.py`; one that a load creates: `binding/new_subclasses.py`.
 - An optimizer with another `state_dict`, or other keys in it: `optimizer_state.py`; the names of
   its parameters: `named_optimizers.py`; its load: `binding/bind_optimizers.py`.
-- A wrapper around modules: `modules.py`. FSDP1's flat parameters: `fsdp1/`.
+- A wrapper around modules: `module_tensors.py`. FSDP1's flat parameters: `fsdp1/`.
 """

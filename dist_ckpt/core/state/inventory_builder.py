@@ -12,11 +12,11 @@ from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.format.index.index import Key, Node
 from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS, parameter_ranges
 from dist_ckpt.core.format.objects.plain_codec import check_plain
+from dist_ckpt.core.planning.name_selection import SELECT_ALL, Selection
 from dist_ckpt.core.planning.plan import Flattened, Inventory, NameList, TensorEntry, View, Whole
-from dist_ckpt.core.planning.selection import SELECT_ALL, Selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource, synchronize
-from dist_ckpt.core.state.fsdp1.optimizers import with_original_params
+from dist_ckpt.core.state.fsdp1.fsdp1_optimizers import with_original_params
 from dist_ckpt.core.state.named_optimizers import (
     ParameterName,
     name_parameters,

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from dist_ckpt.core.format.geometry import Cell, Region, Shape
 from dist_ckpt.core.planning.mesh import compute_cells
+from dist_ckpt.core.planning.name_selection import names_above
 from dist_ckpt.core.planning.plan import Flattened, MeshPlaced, RuleSharded, View
-from dist_ckpt.core.planning.selection import names_above
 from dist_ckpt.core.planning.sharding_config import (
     ShardingConfig,
     chunked_view,

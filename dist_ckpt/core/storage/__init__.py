@@ -1,12 +1,13 @@
 """The storage of checkpoints: the protocol, and `open_storage`.
 
 - Another backend: a class like `LocalStorage` in `local/local_storage.py`, with the methods of
-  `interface.py`. `open_storage` opens it, and its test subclasses `testing/storage_contract.py`.
+  `storage_protocol.py`. `open_storage` opens it. Its test subclasses
+  `testing/storage_contract.py`.
   `async_save/snapshots/job_folder.py` and `cli/commands/gc.py` also need a change: they handle
   local paths only. An object store, such as S3, cannot implement the protocol.
 - A storage above another one, for reads: a class like `OverlayStorage` in `virtual_files.py`. A
   tier that writes to a fast storage first also needs a rule for what is durable.
-- Count, delay or time the calls of any storage: a class in `forwarding.py`.
+- Count, delay or time the calls of any storage: a class in `storage_wrappers.py`.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from contextlib import suppress
 
 from dist_ckpt.core.format.filenames import INCARNATIONS, OLD_INCARNATIONS, parse_step_folder
 from dist_ckpt.core.format.strict_json import is_text
-from dist_ckpt.core.storage.forwarding import DeadlineStorage
-from dist_ckpt.core.storage.interface import Entry, ReadableFile, Storage, WritableFile
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
+from dist_ckpt.core.storage.storage_protocol import Entry, ReadableFile, Storage, WritableFile
+from dist_ckpt.core.storage.storage_wrappers import DeadlineStorage
 from dist_ckpt.errors import ExistsError, NotFoundError, StorageError
 
 __all__ = ["Entry", "ReadableFile", "Storage", "WritableFile", "open_storage"]

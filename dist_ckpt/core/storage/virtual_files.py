@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import NoReturn, Protocol
 
 from dist_ckpt.core.format.checksums import Buffer
-from dist_ckpt.core.storage.forwarding import ForwardingStorage
-from dist_ckpt.core.storage.interface import Entry, ReadableFile, Storage
+from dist_ckpt.core.storage.storage_protocol import Entry, ReadableFile, Storage
+from dist_ckpt.core.storage.storage_wrappers import ForwardingStorage
 from dist_ckpt.errors import CorruptError, StorageError
 from dist_ckpt.reports import IoCount
 

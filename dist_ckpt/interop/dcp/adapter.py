@@ -38,7 +38,7 @@ from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.process_group import session_of, single_process_session
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions, ReadOnce
-from dist_ckpt.core.planning.selection import (
+from dist_ckpt.core.planning.name_selection import (
     SELECT_ALL,
     Cast,
     Selection,

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint, cut_into_boxes
 from dist_ckpt.core.format.geometry import Region
-from dist_ckpt.core.planning.selection import Selection, excluded_names, parse_selection
+from dist_ckpt.core.planning.name_selection import Selection, excluded_names, parse_selection
 from dist_ckpt.core.runtime.torch_private import DCP_VERSION, DcpStorageInfo
 from dist_ckpt.core.state.tensors.local_tensors import torch_dtype
 from dist_ckpt.core.state.tensors.plain_torch import make_torch_value

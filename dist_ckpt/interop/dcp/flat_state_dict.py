@@ -34,7 +34,7 @@ from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.format.strict_json import is_text
-from dist_ckpt.core.loading.shared_read.group import (
+from dist_ckpt.core.loading.shared_read.shared_read_group import (
     SharedReadGroup,
     UnreachableRanks,
     find_shared_requests,
@@ -43,10 +43,10 @@ from dist_ckpt.core.loading.shared_read.group import (
 )
 from dist_ckpt.core.loading.shared_read.shared_reader import read_blocks
 from dist_ckpt.core.planning.load.load_planner import plan_load
+from dist_ckpt.core.planning.name_selection import Selection, names_above
 from dist_ckpt.core.planning.plan import Inventory, TensorEntry, TensorRequest, View
-from dist_ckpt.core.planning.selection import Selection, names_above
 from dist_ckpt.core.runtime.typed_msgpack import Message
-from dist_ckpt.core.shard_io.memory.interface import Target
+from dist_ckpt.core.shard_io.memory.cell_memory import Target
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorTarget, synchronize
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.shard_io.read.block_reads import CellTargets

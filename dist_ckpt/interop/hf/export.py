@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint, TensorWindow
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Region
+from dist_ckpt.core.planning.name_selection import parse_selection
 from dist_ckpt.core.planning.plan import TensorRequest
-from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.core.shard_io.read.open_files import open_file
 from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.default_opener import OPENER

@@ -12,7 +12,7 @@ from math import prod
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.format.index.index import Catalog
-from dist_ckpt.core.planning.selection import Selection, excluded_names
+from dist_ckpt.core.planning.name_selection import Selection, excluded_names
 from dist_ckpt.core.state.tree.containers import RECORD
 from dist_ckpt.errors import IncompatibleError, listed
 from dist_ckpt.interop.hf.read import MAX_HEADER_NBYTES

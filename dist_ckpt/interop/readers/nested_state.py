@@ -17,7 +17,7 @@ from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.format.objects.plain_types import Device, NumpyScalar
 from dist_ckpt.core.format.strict_json import is_text
-from dist_ckpt.core.planning.selection import Selection, excluded_names
+from dist_ckpt.core.planning.name_selection import Selection, excluded_names
 from dist_ckpt.core.state.tree.containers import (
     MAX_DEPTH,
     PathKey,

@@ -23,11 +23,11 @@ from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.format.index.index import MAX_STEP, Node
 from dist_ckpt.core.format.objects.plain_types import ArrayValue
-from dist_ckpt.core.planning.selection import Selection, parse_selection
+from dist_ckpt.core.planning.name_selection import Selection, parse_selection
 from dist_ckpt.core.shard_io.memory.host_array import Array
 from dist_ckpt.core.state.tree.containers import child_name
 from dist_ckpt.core.storage import ReadableFile, Storage, open_storage, real_path
-from dist_ckpt.core.storage.forwarding import ForwardingStorage
+from dist_ckpt.core.storage.storage_wrappers import ForwardingStorage
 from dist_ckpt.core.storage.virtual_files import BytesFile
 from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import CorruptError, NotFoundError, StorageError

@@ -27,7 +27,7 @@ from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import row_major_strides
 from dist_ckpt.core.format.index.index import TensorRecord
-from dist_ckpt.core.planning.selection import Selection, excluded_names, parse_selection
+from dist_ckpt.core.planning.name_selection import Selection, excluded_names, parse_selection
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, build_saved_tree
 from dist_ckpt.core.state.tensors.local_tensors import torch_dtype
 from dist_ckpt.core.state.tensors.plain_torch import make_torch_value

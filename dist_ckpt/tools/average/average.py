@@ -33,24 +33,24 @@ from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Index, ObjectsFileRecord
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
+from dist_ckpt.core.planning.name_selection import parse_selection
 from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, Receipt
 from dist_ckpt.core.planning.save.save_planner import plan_all_files, stored_cells_by_rank
-from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.shard_io.read.open_files import read_encoded_objects
 from dist_ckpt.core.shard_io.read.read_windows import WindowSources
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
 from dist_ckpt.core.storage import Storage, open_storage
-from dist_ckpt.core.storage.forwarding import CountingStorage
+from dist_ckpt.core.storage.storage_wrappers import CountingStorage
 from dist_ckpt.errors import NotFoundError, StorageError
 from dist_ckpt.reports import CopyProgress, IoCount, Phases, Progress, SaveReport
-from dist_ckpt.tools.average.mean import AveragedTensors, select_tensors
-from dist_ckpt.tools.average.source_selection import (
+from dist_ckpt.tools.average.checkpoint_selection import (
     AverageOptions,
     AverageSource,
     choose_sources,
     lease_sources,
 )
+from dist_ckpt.tools.average.mean import AveragedTensors, select_tensors
 from dist_ckpt.tools.rewrite.write_plan import WritePlan, paths_to_replace
 
 _log = logging.getLogger("dist_ckpt")

@@ -19,13 +19,13 @@ from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.index.index import Catalog
 from dist_ckpt.core.format.shard_file import StoredShard
+from dist_ckpt.core.planning.name_selection import Selection
 from dist_ckpt.core.planning.plan import FilePlan, TensorRequest
-from dist_ckpt.core.planning.selection import Selection
 from dist_ckpt.core.runtime.host_memory import BufferPool, allocate_scratch
 from dist_ckpt.core.shard_io.read.read_windows import Window, cut_into_windows, read_ahead
 from dist_ckpt.core.state.tree.containers import find_enclosing_subclass
 from dist_ckpt.errors import IncompatibleError, listed
-from dist_ckpt.tools.average.source_selection import AverageSource
+from dist_ckpt.tools.average.checkpoint_selection import AverageSource
 
 # --- choose the tensors, and check that all sources have them. Pure ----------------------------
 

@@ -15,8 +15,8 @@ from dist_ckpt.core.checkpoint.open_checkpoint import WINDOW_NBYTES, OpenCheckpo
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Cell, Shape
 from dist_ckpt.core.format.strict_json import Json
+from dist_ckpt.core.planning.name_selection import parse_selection
 from dist_ckpt.core.planning.save.save_planner import stored_cells_by_rank
-from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.core.shard_io.memory.host_array import has_numbers, numbers, numpy_module
 from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import CheckpointError

@@ -13,7 +13,7 @@ from dist_ckpt.core.checkpoint.open_checkpoint import WINDOW_NBYTES, OpenCheckpo
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.index.index import TensorRecord
 from dist_ckpt.core.format.index.model_description import KIND, find_differences
-from dist_ckpt.core.planning.selection import Selection, parse_selection
+from dist_ckpt.core.planning.name_selection import Selection, parse_selection
 from dist_ckpt.core.shard_io.memory.host_array import has_numbers, numbers, numpy_module
 from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import check_flag, check_number

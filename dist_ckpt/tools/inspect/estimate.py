@@ -13,7 +13,7 @@ from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.planning.save.save_planner import stored_nbytes
 from dist_ckpt.core.planning.sharding_config import plan_reshard
 from dist_ckpt.core.storage import open_storage
-from dist_ckpt.core.storage.forwarding import free_nbytes
+from dist_ckpt.core.storage.storage_wrappers import free_nbytes
 from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import LEAST_POSITIVE, StorageError, check_number, check_whole
 from dist_ckpt.runs.policy_text import parse_rules

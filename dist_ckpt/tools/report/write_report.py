@@ -26,8 +26,14 @@ from dist_ckpt.reports import format_size
 from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.tools.new_file import check_new_file, new_file
-from dist_ckpt.tools.report.facts import CHECKS, Check, ProgressOf, checkpoint_facts, run_facts
-from dist_ckpt.tools.report.sizes import clip
+from dist_ckpt.tools.report.report_content import (
+    CHECKS,
+    Check,
+    ProgressOf,
+    checkpoint_facts,
+    run_facts,
+)
+from dist_ckpt.tools.report.report_sizes import clip
 
 __all__ = ["report_facts", "write_report"]
 

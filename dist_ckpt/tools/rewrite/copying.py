@@ -11,7 +11,6 @@ from functools import partial
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.commit.records.checks import is_known_damaged
 from dist_ckpt.core.commit.records.leases import leased
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.commit.records.record_store import (
@@ -19,11 +18,12 @@ from dist_ckpt.core.commit.records.record_store import (
     check_upgraded,
     read_annotations_of,
 )
+from dist_ckpt.core.commit.records.recorded_checks import is_known_damaged
 from dist_ckpt.core.commit.transaction import CommitDecision, Transaction
 from dist_ckpt.core.format.filenames import BACKUP, Attempt
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.storage import Storage, entry_path, open_storage, real_path
-from dist_ckpt.core.storage.forwarding import CountingStorage
+from dist_ckpt.core.storage.storage_wrappers import CountingStorage
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, NotFoundError, check_flag
 from dist_ckpt.interop.registry import open_foreign
 from dist_ckpt.reports import Phases, Progress, SaveReport

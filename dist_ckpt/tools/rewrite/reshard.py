@@ -24,9 +24,14 @@ from dist_ckpt.core.format.index.index import Catalog, Index, Key, Node
 from dist_ckpt.core.format.index.index_json import MAX_WORLD_SIZE
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
+from dist_ckpt.core.planning.name_selection import (
+    SELECT_ALL,
+    Selection,
+    names_above,
+    parse_selection,
+)
 from dist_ckpt.core.planning.plan import Receipt
 from dist_ckpt.core.planning.save.save_planner import plan_all_files, stored_nbytes
-from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, names_above, parse_selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig, plan_reshard
 from dist_ckpt.core.saving.carry_plan import (
     merge_objects_files,
@@ -37,7 +42,7 @@ from dist_ckpt.core.shard_io.read.read_windows import WindowSources, read_window
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
 from dist_ckpt.core.state.tree.containers import child_name, is_mapping
 from dist_ckpt.core.storage import Storage, open_storage
-from dist_ckpt.core.storage.forwarding import CountingStorage
+from dist_ckpt.core.storage.storage_wrappers import CountingStorage
 from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import check_flag, listed
 from dist_ckpt.reports import CopyProgress, Phases, Progress, SaveReport

@@ -474,7 +474,7 @@ def test_looking_into_a_checkpoint_needs_no_torch_and_no_numpy(tmp_path: Path) -
     full_checkpoint(tmp_path / "ck")
     script = (
         "import sys; from dist_ckpt.core.checkpoint.checkpoint import open; "
-        "from dist_ckpt.core.checkpoint.verify import verify; "
+        "from dist_ckpt.core.checkpoint.verify_checkpoint import verify; "
         "ck = open(sys.argv[1]); ck['model.w'][1:, 0]; ck.objects; ck.per_rank; "
         "assert verify(sys.argv[1]).ok; assert not {'torch', 'numpy'} & set(sys.modules)"
     )

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import pytest
 
-from dist_ckpt.core.checkpoint.verify import Level
+from dist_ckpt.core.checkpoint.verify_checkpoint import Level
 from dist_ckpt.core.format.geometry import Region
 
 pytest.importorskip("torch")

@@ -9,7 +9,7 @@ from dist_ckpt.core.comm.collectives.collective import (
     payload_nbytes,
     ranks_by_value,
 )
-from dist_ckpt.core.comm.messages import SecondaryError
+from dist_ckpt.core.comm.rank_messages import SecondaryError
 from dist_ckpt.errors import RankError
 from dist_ckpt.testing.thread_channel import ThreadChannel, ThreadCollective
 from exchanges import exchange

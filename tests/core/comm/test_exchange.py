@@ -20,7 +20,7 @@ from dist_ckpt.core.comm.key_value.client_thread import (
     get_all,
     get_each,
 )
-from dist_ckpt.core.comm.messages import NoAnswerError, SecondaryError
+from dist_ckpt.core.comm.rank_messages import NoAnswerError, SecondaryError
 from dist_ckpt.errors import CheckpointError, CorruptError, RankError
 from dist_ckpt.testing.thread_channel import ThreadChannel, ThreadCollective, ThreadStore
 from exchanges import HANG_S, Doc, exchange

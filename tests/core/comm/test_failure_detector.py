@@ -8,8 +8,8 @@ from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange import failure_detector
 from dist_ckpt.core.comm.exchange.failure_detector import FailureDetector, ProcessWitness
 from dist_ckpt.core.comm.key_value import client_thread
-from dist_ckpt.core.comm.messages import HeartbeatSender
-from dist_ckpt.core.runtime.process import ProcessId
+from dist_ckpt.core.comm.rank_messages import HeartbeatSender
+from dist_ckpt.core.runtime.processes import ProcessId
 from dist_ckpt.testing.thread_channel import ThreadStore
 
 SILENCE_S, LATE_S = 20, 300

@@ -11,7 +11,7 @@ pytest.importorskip("torch.distributed")
 from torch.distributed import HashStore
 
 from dist_ckpt.core.comm.collectives.gloo import GlooCollective
-from dist_ckpt.core.comm.messages import SecondaryError
+from dist_ckpt.core.comm.rank_messages import SecondaryError
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from dist_ckpt.core.comm.collectives import host_links
 from dist_ckpt.core.comm.collectives.host_links import HostLinks, SharedScratch
-from dist_ckpt.core.comm.messages import SecondaryError
+from dist_ckpt.core.comm.rank_messages import SecondaryError
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "memfd_create"), reason="this system has no memory without a name"

@@ -40,7 +40,7 @@ from dist_ckpt.core.comm.key_value.key_server import (
     Limits,
     execute,
 )
-from dist_ckpt.core.comm.messages import NoAnswerError
+from dist_ckpt.core.comm.rank_messages import NoAnswerError
 from dist_ckpt.testing import thread_channel
 from dist_ckpt.testing.thread_channel import ThreadStore
 from exchanges import exchange

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from dist_ckpt.async_save.writer.messages import Serve
-from dist_ckpt.async_save.writer.process import StoreServers
+from dist_ckpt.async_save.writer.background_writer import StoreServers
+from dist_ckpt.async_save.writer.writer_messages import Serve
 from dist_ckpt.core.comm.key_value.key_client import TOKEN_NBYTES
 from ranks import free_port, run_ranks
 from torch_can import bind_the_store

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.key_value import client_thread
 from dist_ckpt.core.comm.key_value.client_thread import MAX_PARTS, NO_VALUE, PART_NBYTES
-from dist_ckpt.core.comm.messages import (
+from dist_ckpt.core.comm.rank_messages import (
     MAX_DOCUMENT_NBYTES,
     Answer,
     Envelope,

@@ -21,8 +21,8 @@ from dist_ckpt.core.commit.records.incarnations import (
 )
 from dist_ckpt.core.format.filenames import Attempt, trash_name
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.core.storage.forwarding import ForwardingStorage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
+from dist_ckpt.core.storage.storage_wrappers import ForwardingStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, ExistsError, StorageError
 from long_mode import sampled_params
 

@@ -24,7 +24,7 @@ from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import Attempt, parse_attempt
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Abandoned, Index
-from dist_ckpt.core.runtime.process import paused_collector
+from dist_ckpt.core.runtime.processes import paused_collector
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError, NotFoundError
 from dist_ckpt.testing.memory_storage import MemoryStorage

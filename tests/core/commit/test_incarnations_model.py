@@ -31,9 +31,9 @@ from dist_ckpt.core.format.filenames import Attempt, parse_attempt
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Abandoned, Index
 from dist_ckpt.core.format.run_records import IncarnationRecord, decode_record, encode_record
-from dist_ckpt.core.runtime.process import paused_collector
+from dist_ckpt.core.runtime.processes import paused_collector
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.core.storage.forwarding import ForwardingStorage
+from dist_ckpt.core.storage.storage_wrappers import ForwardingStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, NotFoundError
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from model import Call, Files, Model, Outcome, Program, Replay, State

@@ -29,7 +29,7 @@ from dist_ckpt.core.commit.records.record_store import StoredAnnotation, read_an
 from dist_ckpt.core.format.filenames import AnnotationName, Attempt
 from dist_ckpt.core.format.run_records import Annotation, decode_record
 from dist_ckpt.core.format.strict_json import Scalar
-from dist_ckpt.core.runtime.process import paused_collector
+from dist_ckpt.core.runtime.processes import paused_collector
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError, NotFoundError
 from dist_ckpt.testing.memory_storage import MemoryStorage

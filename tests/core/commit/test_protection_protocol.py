@@ -17,8 +17,8 @@ from dist_ckpt.core.commit.records import protection_protocol
 from dist_ckpt.core.commit.records.leases import Lease
 from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef, remove_if_unprotected
 from dist_ckpt.core.commit.records.protections import DELETION_INTENT_S, CheckpointKey
-from dist_ckpt.core.storage import Storage, forwarding
-from dist_ckpt.core.storage.forwarding import DeadlineStorage
+from dist_ckpt.core.storage import Storage, storage_wrappers
+from dist_ckpt.core.storage.storage_wrappers import DeadlineStorage
 from dist_ckpt.errors import NotFoundError, StorageError
 from dist_ckpt.runs.prune import delete_at, finish_removals
 from dist_ckpt.testing.memory_storage import MemoryStorage
@@ -208,7 +208,7 @@ def test_an_interrupted_removal_leaves_its_intent_while_its_rename_has_no_answer
     thawed: threading.Event,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(forwarding, "GRACE_S", 0.05 if is_late else HANG_S)
+    monkeypatch.setattr(storage_wrappers, "GRACE_S", 0.05 if is_late else HANG_S)
 
     is_interrupted = threading.Event()
 

@@ -15,7 +15,7 @@ from dist_ckpt.core.comm.exchange.channel import (
     SingleProcessChannel,
     SingleProcessExchange,
 )
-from dist_ckpt.core.comm.messages import NoAnswerError
+from dist_ckpt.core.comm.rank_messages import NoAnswerError
 from dist_ckpt.core.commit import attempts, commit_protocol
 from dist_ckpt.core.commit.transaction import (
     CommitDecision,

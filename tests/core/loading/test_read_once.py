@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 
 import dist_ckpt as dc
 from dist_ckpt.core.comm.collectives import host_links
-from dist_ckpt.core.comm.messages import SecondaryError
+from dist_ckpt.core.comm.rank_messages import SecondaryError
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.loading import load
-from dist_ckpt.core.loading.shared_read import group, shared_reader
-from dist_ckpt.core.loading.shared_read.group import SharedReadGroup
+from dist_ckpt.core.loading.shared_read import shared_read_group, shared_reader
+from dist_ckpt.core.loading.shared_read.shared_read_group import SharedReadGroup
 from dist_ckpt.core.planning.load import read_sharing
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.state.binding.bind import Binding
@@ -46,7 +46,7 @@ TWO_HOSTS = ["a", "b", "a", "b"]
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a unit be of two blocks, so that small checkpoints have many."""
-    for module in (read_sharing, group):
+    for module in (read_sharing, shared_read_group):
         monkeypatch.setattr(module, "SHARED_RANGE_NBYTES", 128)
 
 
@@ -303,7 +303,7 @@ def test_what_is_shared_is_what_each_rank_would_have_read_itself(data):
     ]
     mode = data.draw(st.sampled_from(["host", "job"]))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (read_sharing, group):
+        for module in (read_sharing, shared_read_group):
             patch.setattr(module, "SHARED_RANGE_NBYTES", 128)
         loaded(
             try_load_on_threads(
@@ -722,7 +722,7 @@ def test_a_rank_without_links_reads_alone_and_the_others_share(tree, monkeypatch
             raise OSError("no such socket")
         return host_links.HostLinks(meeting, rank, **options)
 
-    monkeypatch.setattr(group, "HostLinks", links)
+    monkeypatch.setattr(shared_read_group, "HostLinks", links)
     at = Hosts(MemoryStorage(tree), ONE_HOST)
     states = [whole_state() for _ in range(4)]
     loaded(try_load_on_threads(at, states, hosts=ONE_HOST, read_once="host", strict=False))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.core.checkpoint import verify
+from dist_ckpt.core.checkpoint import verify_checkpoint
 from dist_ckpt.core.commit import removal
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, NotFoundError
@@ -95,8 +95,10 @@ def test_a_verify_that_meets_an_overwrite_reports_no_damage(monkeypatch):
     while True:
         number += 1
         storage = _ReplacedMeanwhile(saved(), number, overwrite)
-        monkeypatch.setattr(verify, "open_storage", lambda path, s=storage, **_: (s, PATH))
-        assert verify.verify(PATH).problems == ()
+        monkeypatch.setattr(
+            verify_checkpoint, "open_storage", lambda path, s=storage, **_: (s, PATH)
+        )
+        assert verify_checkpoint.verify(PATH).problems == ()
         if storage.calls < number:
             break
 

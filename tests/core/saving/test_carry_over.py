@@ -15,7 +15,7 @@ from dist_ckpt.core.commit import removal
 from dist_ckpt.core.commit.attempts import find_checkpoint, list_attempts
 from dist_ckpt.core.shard_io.write.link_unchanged import MAX_SHARED
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.core.storage.forwarding import ForwardingStorage
+from dist_ckpt.core.storage.storage_wrappers import ForwardingStorage
 from dist_ckpt.errors import CheckpointError, CorruptError, NotFoundError
 from dist_ckpt.reports import LoadReport, SaveReport
 from dist_ckpt.runs.metrics import put_metrics

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from dist_ckpt.core.state.fsdp1 import private_names
+from dist_ckpt.core.state.fsdp1 import fsdp1_private_names
 
 # A group of one rank leaves FSDP1 nothing to cut, and it says so.
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`")
@@ -46,7 +46,9 @@ OF_A_CUT = {"_full_param_padded", "_full_prec_full_param_padded"}
 
 def test_every_private_name_in_the_table_is_where_we_look_for_it(wrapped: Any):
     wrapped(torch.ones(1, 3))
-    rows = [line.split("|")[1:3] for line in private_names.__doc__.splitlines() if line[:1] == "|"]
+    rows = [
+        line.split("|")[1:3] for line in fsdp1_private_names.__doc__.splitlines() if line[:1] == "|"
+    ]
     names = {(of.strip(), name) for of, cell in rows for name in re.findall("`(.*?)`", cell)}
     assert {of for of, _ in names} == {*NAMES_OF, "torch"}
     for of, name in names:
@@ -55,14 +57,14 @@ def test_every_private_name_in_the_table_is_where_we_look_for_it(wrapped: Any):
 
 
 def test_every_private_name_that_is_used_is_in_the_table():
-    text = private_names.__doc__
-    source = Path(private_names.__file__).read_text().removeprefix(f'"""{text}"""')
+    text = fsdp1_private_names.__doc__
+    source = Path(fsdp1_private_names.__file__).read_text().removeprefix(f'"""{text}"""')
     used = set(re.findall(r"(?:\.|\")(_[a-z]\w+)", source))
     assert {name for name in used if f"`{name}`" not in text} <= {"_common_utils"}
 
 
 def test_parameters_are_found_with_all_their_places_and_their_memory(wrapped: Any):
-    (flat,) = private_names.flat_parameters(wrapped)
+    (flat,) = fsdp1_private_names.flat_parameters(wrapped)
     assert not flat.is_cut
     weight, bias = flat.originals
     assert [name for _, name in weight.owners] == ["weight", "weight"]
@@ -77,7 +79,7 @@ def test_parameters_are_found_with_all_their_places_and_their_memory(wrapped: An
 
 
 def test_a_module_without_fsdp1_is_told_from_one_with_it(wrapped: Any):
-    assert private_names.has_fsdp1(nn.Sequential(wrapped))
-    assert not private_names.has_fsdp1(nn.Linear(1, 1))
-    assert not private_names.is_flattened(nn.Parameter(torch.ones(1)))
-    assert all(private_names.is_flattened(parameter) for parameter in wrapped.parameters())
+    assert fsdp1_private_names.has_fsdp1(nn.Sequential(wrapped))
+    assert not fsdp1_private_names.has_fsdp1(nn.Linear(1, 1))
+    assert not fsdp1_private_names.is_flattened(nn.Parameter(torch.ones(1)))
+    assert all(fsdp1_private_names.is_flattened(parameter) for parameter in wrapped.parameters())

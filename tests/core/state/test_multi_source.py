@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import in_memory
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
-from dist_ckpt.core.planning.selection import Selection
+from dist_ckpt.core.planning.name_selection import Selection
 from dist_ckpt.core.state.binding.bind import build_saved_tree
 from dist_ckpt.core.state.binding.sources.multi_source import SourceView, merge_sources
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scope, untag_name

@@ -9,7 +9,7 @@ from threading import Thread
 
 from dist_ckpt.async_save.snapshots.job_folder import RankFolder
 from dist_ckpt.async_save.trainer.writer_handle import BackgroundSave, WriterHandle
-from dist_ckpt.async_save.writer.messages import (
+from dist_ckpt.async_save.writer.writer_messages import (
     Close,
     Done,
     Hello,
@@ -22,7 +22,7 @@ from dist_ckpt.async_save.writer.messages import (
     Write,
     WriterMessage,
 )
-from dist_ckpt.core.comm.messages import Failure
+from dist_ckpt.core.comm.rank_messages import Failure
 from dist_ckpt.reports import IoCount, SaveReport
 
 SOON_S = 30.0

@@ -23,7 +23,7 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt.config import Config
-from dist_ckpt.core.comm.messages import NoAnswerError
+from dist_ckpt.core.comm.rank_messages import NoAnswerError
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import removal
 from dist_ckpt.core.loading.load import load_together

@@ -10,7 +10,7 @@ import torch
 from dist_ckpt.core.commit.attempts import find_checkpoint
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.core.storage.forwarding import ForwardingStorage
+from dist_ckpt.core.storage.storage_wrappers import ForwardingStorage
 from dist_ckpt.errors import NotFoundError, StorageError
 from ranks import load_on_threads, save_on_threads
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dist_ckpt.core.shard_io.memory.interface import CellSource
+from dist_ckpt.core.shard_io.memory.cell_memory import CellSource
 
 
 def read_all(source: CellSource, block_nbytes: int) -> bytes:

@@ -20,7 +20,7 @@ from dist_ckpt.async_save.snapshots.arena_layout import (
 )
 from dist_ckpt.async_save.snapshots.job_folder import RankFolder
 from dist_ckpt.async_save.trainer.writer_handle import start_writer
-from dist_ckpt.async_save.writer.messages import (
+from dist_ckpt.async_save.writer.writer_messages import (
     Done,
     Hello,
     Link,
@@ -31,7 +31,7 @@ from dist_ckpt.async_save.writer.messages import (
 )
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.collectives.collective import DistinctPayloads
-from dist_ckpt.core.comm.messages import Failure
+from dist_ckpt.core.comm.rank_messages import Failure
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.geometry import Grid, Layout, Shape
 from dist_ckpt.core.format.index.index import Node

@@ -9,9 +9,9 @@ from typing import Any
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Region, pieces, row_major_strides
 from dist_ckpt.core.format.objects import objects_file
+from dist_ckpt.core.planning.name_selection import parse_selection
 from dist_ckpt.core.planning.plan import SavePlan
 from dist_ckpt.core.planning.save.save_planner import find_local_cells, plan_save
-from dist_ckpt.core.planning.selection import parse_selection
 from dist_ckpt.core.state.binding.bind import (
     Binding,
     bind,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dist_ckpt.core.format.index.index import Catalog, Component, Index, ShardFileRecord
-from dist_ckpt.tools.report.sizes import MAX_COLUMNS, MAX_RANK_ROWS, rank_sizes
+from dist_ckpt.tools.report.report_sizes import MAX_COLUMNS, MAX_RANK_ROWS, rank_sizes
 
 
 def an_index(world_size: int, sizes: dict[tuple[int, int], int], num_components: int) -> Index:

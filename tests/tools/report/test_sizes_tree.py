@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from dist_ckpt.core.checkpoint.checkpoint import TensorInfo
-from dist_ckpt.tools.report import sizes as trees
-from dist_ckpt.tools.report.sizes import (
+from dist_ckpt.tools.report import report_sizes as trees
+from dist_ckpt.tools.report.report_sizes import (
     MAX_CHARS,
     MAX_CHILDREN,
     MAX_DEPTH,

@@ -260,7 +260,7 @@ def test_what_was_left_behind_says_so_and_is_the_best_of_nothing(tmp_path: Path)
 def test_of_very_many_checkpoints_the_newest_are_shown(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dist_ckpt.tools.report.facts.MAX_CHECKPOINTS", 2)
+    monkeypatch.setattr("dist_ckpt.tools.report.report_content.MAX_CHECKPOINTS", 2)
     facts: Any = report_facts(root)
     assert [one["step"] for one in facts["checkpoints"]] == [3, 4]
     assert (facts["num_checkpoints"], facts["num_left_out"]) == (5, 3)

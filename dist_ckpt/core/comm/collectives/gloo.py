@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import Store
 
 from dist_ckpt.config import STALL_TIMEOUT_S
 from dist_ckpt.core.comm.collectives import collective
-from dist_ckpt.core.comm.messages import SecondaryError
+from dist_ckpt.core.comm.rank_messages import SecondaryError
 from dist_ckpt.reports import IoCount
 
 # The number of broadcasts under way at once.

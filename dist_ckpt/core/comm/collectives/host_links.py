@@ -20,9 +20,9 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from dist_ckpt.core.comm.messages import SecondaryError
+from dist_ckpt.core.comm.rank_messages import SecondaryError
 from dist_ckpt.core.runtime.host_memory import create_anonymous
-from dist_ckpt.core.runtime.process import MAX_CLOCK_GAP_S, running_time
+from dist_ckpt.core.runtime.processes import MAX_CLOCK_GAP_S, running_time
 
 MAX_MESSAGE_NBYTES = 64
 

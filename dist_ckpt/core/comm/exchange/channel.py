@@ -16,7 +16,13 @@ from collections.abc import Sequence
 from typing import Protocol, Self, TypeVar
 
 from dist_ckpt.core.comm.collectives.collective import ranks_by_value
-from dist_ckpt.core.comm.messages import build_error, describe_error, is_interrupt, pack, unpack
+from dist_ckpt.core.comm.rank_messages import (
+    build_error,
+    describe_error,
+    is_interrupt,
+    pack,
+    unpack,
+)
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.errors import CheckpointError, ranks_text
 from dist_ckpt.reports import IoCount

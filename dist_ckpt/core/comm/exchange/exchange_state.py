@@ -26,14 +26,14 @@ from dist_ckpt.core.comm.exchange.failure_detector import (
 )
 from dist_ckpt.core.comm.key_value import client_thread
 from dist_ckpt.core.comm.key_value.client_thread import Store, StoreClientThread, StoreErrorTexts
-from dist_ckpt.core.comm.messages import (
+from dist_ckpt.core.comm.rank_messages import (
     Failure,
     HeartbeatSender,
     NoAnswerError,
     RankLocation,
     unpack,
 )
-from dist_ckpt.core.runtime.process import running_time
+from dist_ckpt.core.runtime.processes import running_time
 from dist_ckpt.errors import RankError, listed, ranks_text
 
 _log = logging.getLogger("dist_ckpt")

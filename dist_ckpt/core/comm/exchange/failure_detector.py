@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from dist_ckpt.config import Config
 from dist_ckpt.core.comm.key_value import client_thread
 from dist_ckpt.core.comm.key_value.client_thread import Store, StoreClientThread
-from dist_ckpt.core.comm.messages import Heartbeat, Question, Sighting, unpack
-from dist_ckpt.core.runtime.process import ProcessId, ProcessState, find_state, running_time
+from dist_ckpt.core.comm.rank_messages import Heartbeat, Question, Sighting, unpack
+from dist_ckpt.core.runtime.processes import ProcessId, ProcessState, find_state, running_time
 from dist_ckpt.core.runtime.typed_msgpack import encode
 from dist_ckpt.errors import ranks_text
 

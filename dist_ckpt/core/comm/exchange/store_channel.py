@@ -15,7 +15,7 @@ from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Exchange, SharedNo
 from dist_ckpt.core.comm.exchange.exchange_state import STALE, ExchangeState
 from dist_ckpt.core.comm.exchange.failure_detector import PollInterval
 from dist_ckpt.core.comm.key_value import client_thread
-from dist_ckpt.core.comm.messages import (
+from dist_ckpt.core.comm.rank_messages import (
     NO_NONCE,
     Answer,
     Envelope,

@@ -18,7 +18,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
-from dist_ckpt.core.comm.messages import MAX_DOCUMENT_NBYTES, HeartbeatSender, NoAnswerError
+from dist_ckpt.core.comm.rank_messages import MAX_DOCUMENT_NBYTES, HeartbeatSender, NoAnswerError
 from dist_ckpt.core.runtime.threads import has_outcome, run_into
 
 MAX_IDLE_S = 3600.0

@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgpack
 
 from dist_ckpt.core.comm.key_value.client_thread import PART_NBYTES
-from dist_ckpt.core.runtime.process import MAX_CLOCK_GAP_S, running_time
+from dist_ckpt.core.runtime.processes import MAX_CLOCK_GAP_S, running_time
 
 TOKEN_NBYTES = 32
 GREETING = b"dist_ckpt keys 1"

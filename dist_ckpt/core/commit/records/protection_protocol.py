@@ -55,7 +55,7 @@ from dist_ckpt.core.format.filenames import (
 )
 from dist_ckpt.core.format.strict_json import Scalar, is_text
 from dist_ckpt.core.storage import Storage, entry_path
-from dist_ckpt.core.storage.forwarding import UnansweredError
+from dist_ckpt.core.storage.storage_wrappers import UnansweredError
 from dist_ckpt.errors import CheckpointError, ExistsError, NotFoundError, StorageError
 
 # Errors after which the call may still take effect on the server of a network mount.

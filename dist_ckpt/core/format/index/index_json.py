@@ -60,7 +60,7 @@ from dist_ckpt.core.format.strict_json import (
     row,
     string,
 )
-from dist_ckpt.core.runtime.process import paused_collector
+from dist_ckpt.core.runtime.processes import paused_collector
 from dist_ckpt.errors import CorruptError
 
 # An index has some 100 bytes for each tensor and rank; a larger document is not one.

@@ -44,7 +44,7 @@ from dist_ckpt.core.format.objects.plain_types import (
     numpy_itemsize,
 )
 from dist_ckpt.core.format.strict_json import max_memory, memory_problem
-from dist_ckpt.core.runtime.process import paused_collector
+from dist_ckpt.core.runtime.processes import paused_collector
 from dist_ckpt.errors import IncompatibleError
 
 _TYPES = (

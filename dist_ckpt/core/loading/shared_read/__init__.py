@@ -1,7 +1,7 @@
 """One rank reads the blocks that several ranks need, and sends them.
 
 - The blocks that are shared, and the rank that reads each: `core/planning/load/read_sharing.py`.
-- The requests of the ranks, and the ranks that can share: `group.py`.
+- The requests of the ranks, and the ranks that can share: `shared_read_group.py`.
 - The reads of one rank: `shared_work.py`. Their execution, in threads: `shared_reader.py`.
 - A shared read for DCP, which has its own plan: `PlannedReads` in `interop/dcp/`.
 """

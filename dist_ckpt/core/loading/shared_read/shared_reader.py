@@ -34,12 +34,12 @@ from itertools import chain
 
 from dist_ckpt.core.comm.collectives.collective import Collective
 from dist_ckpt.core.comm.collectives.host_links import HostLinks
-from dist_ckpt.core.comm.messages import SecondaryError
+from dist_ckpt.core.comm.rank_messages import SecondaryError
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.loading.shared_read.group import SharedReadGroup, num_slots
+from dist_ckpt.core.loading.shared_read.shared_read_group import SharedReadGroup, num_slots
 from dist_ckpt.core.loading.shared_read.shared_work import PlannedRange, SharedWork
 from dist_ckpt.core.planning.load.read_sharing import RangeKey
-from dist_ckpt.core.runtime.process import running_time
+from dist_ckpt.core.runtime.processes import running_time
 from dist_ckpt.core.runtime.threads import WORK_STALL_S, CallMonitor, DaemonThreads, parallel_for
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.shard_io.read.block_reads import PlannedRead

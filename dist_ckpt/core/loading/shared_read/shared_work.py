@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import count, pairwise
 
 from dist_ckpt.core.format.geometry import ByteRange
-from dist_ckpt.core.loading.shared_read.group import SharedReadGroup, slot_nbytes
+from dist_ckpt.core.loading.shared_read.shared_read_group import SharedReadGroup, slot_nbytes
 from dist_ckpt.core.planning.load.read_sharing import RangeKey, SharedBlockRange
 from dist_ckpt.core.shard_io.read.block_reads import (
     BlockRead,

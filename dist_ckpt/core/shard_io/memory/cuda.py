@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dist_ckpt.core.runtime.host_memory import address_of
 from dist_ckpt.core.runtime.threads import DaemonThreads
-from dist_ckpt.core.shard_io.memory.interface import CellSource
+from dist_ckpt.core.shard_io.memory.cell_memory import CellSource
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource
 from dist_ckpt.errors import CheckpointError
 

@@ -19,7 +19,7 @@ from dist_ckpt.core.format.geometry import ElementRange, Region, row_major_strid
 from dist_ckpt.core.planning.plan import ReadItem
 from dist_ckpt.core.runtime.host_memory import BufferPool, copy
 from dist_ckpt.core.runtime.threads import parallel_for
-from dist_ckpt.core.shard_io.memory.interface import Target
+from dist_ckpt.core.shard_io.memory.cell_memory import Target
 from dist_ckpt.core.shard_io.read.block_reads import (
     READ_NBYTES,
     BlockRead,

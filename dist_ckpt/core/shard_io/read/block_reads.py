@@ -17,7 +17,7 @@ from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import ByteRange, ElementRange, find_ranges
 from dist_ckpt.core.format.shard_file import ShardFile, StoredShard
 from dist_ckpt.core.planning.plan import LoadPlan, ReadItem
-from dist_ckpt.core.shard_io.memory.interface import Target
+from dist_ckpt.core.shard_io.memory.cell_memory import Target
 from dist_ckpt.core.shard_io.read.open_files import OpenFile, OpenFiles, rows_of, rows_text
 from dist_ckpt.errors import CorruptError
 

@@ -14,7 +14,7 @@ from dist_ckpt.core.format.shard_file import StoredShard
 from dist_ckpt.core.planning.plan import FilePlan, TensorRequest
 from dist_ckpt.core.runtime.host_memory import BufferPool
 from dist_ckpt.core.runtime.threads import stream_results
-from dist_ckpt.core.shard_io.memory.interface import CellSource
+from dist_ckpt.core.shard_io.memory.cell_memory import CellSource
 
 # A function that reads the requested cells into memory, one after another.
 Fetch = Callable[[Sequence[TensorRequest], memoryview], None]

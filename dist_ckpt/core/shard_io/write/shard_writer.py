@@ -20,7 +20,7 @@ from dist_ckpt.core.format import checksums
 from dist_ckpt.core.planning.plan import Batch, BatchPart, FilePlan, FileReceipt
 from dist_ckpt.core.runtime.host_memory import BufferPool, address_of, copy, move
 from dist_ckpt.core.runtime.threads import WORK_STALL_S, parallel_for, stream_results
-from dist_ckpt.core.shard_io.memory.interface import CellSource
+from dist_ckpt.core.shard_io.memory.cell_memory import CellSource
 from dist_ckpt.core.storage import WritableFile
 from dist_ckpt.errors import ConflictError, StorageError
 

@@ -20,10 +20,10 @@ from operator import itemgetter
 from typing import assert_never
 
 from dist_ckpt.core.format.index.index import Key
+from dist_ckpt.core.planning.name_selection import Selection
 from dist_ckpt.core.planning.plan import TensorRequest
-from dist_ckpt.core.planning.selection import Selection
-from dist_ckpt.core.runtime.process import paused_collector
-from dist_ckpt.core.shard_io.memory.interface import Target
+from dist_ckpt.core.runtime.processes import paused_collector
+from dist_ckpt.core.shard_io.memory.cell_memory import Target
 from dist_ckpt.core.state.binding.bind_context import (
     BindContext,
     FixedValue,
@@ -36,7 +36,7 @@ from dist_ckpt.core.state.binding.bind_optimizers import bind_optimizer
 from dist_ckpt.core.state.binding.sources.rename import suggest_rules
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, build_saved_tree
 from dist_ckpt.core.state.binding.template import Template, read_template
-from dist_ckpt.core.state.modules import ModulePart, ModuleState
+from dist_ckpt.core.state.module_tensors import ModulePart, ModuleState
 from dist_ckpt.core.state.tensors.local_tensors import PLAIN
 from dist_ckpt.core.state.tensors.read_tensor import is_meta
 from dist_ckpt.core.state.tree.containers import child_name, container_entries, container_kind

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from dist_ckpt.core.format.index.index import Key
-from dist_ckpt.core.planning.selection import Selection
+from dist_ckpt.core.planning.name_selection import Selection
 from dist_ckpt.core.state.binding.new_subclasses import new_subclass_tensor
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, format_mesh
 from dist_ckpt.core.state.binding.targets import FillTargets, PlacementHint

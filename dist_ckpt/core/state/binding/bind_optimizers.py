@@ -26,7 +26,7 @@ import torch
 from dist_ckpt.core.state.binding.bind_context import BindContext, FixedValue, NewContainer, Value
 from dist_ckpt.core.state.binding.new_subclasses import subclass_types
 from dist_ckpt.core.state.binding.targets import PlacementHint
-from dist_ckpt.core.state.fsdp1.optimizers import FlatOptimizer
+from dist_ckpt.core.state.fsdp1.fsdp1_optimizers import FlatOptimizer
 from dist_ckpt.core.state.named_optimizers import (
     LOCAL_KEYS,
     ParameterName,

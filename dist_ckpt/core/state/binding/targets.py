@@ -19,9 +19,9 @@ import torch
 from dist_ckpt.core.format.geometry import Cell, Region, Shape
 from dist_ckpt.core.format.index.index import TensorRecord
 from dist_ckpt.core.planning.mesh import compute_cells
+from dist_ckpt.core.planning.name_selection import Selection
 from dist_ckpt.core.planning.plan import Flattened, RuleSharded, TensorRequest, Whole
-from dist_ckpt.core.planning.selection import Selection
-from dist_ckpt.core.shard_io.memory.interface import Target
+from dist_ckpt.core.shard_io.memory.cell_memory import Target
 from dist_ckpt.core.shard_io.memory.torch_tensor import (
     CastTarget,
     TensorTarget,
@@ -31,7 +31,7 @@ from dist_ckpt.core.shard_io.memory.torch_tensor import (
 )
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree
 from dist_ckpt.core.state.binding.template import Template
-from dist_ckpt.core.state.fsdp1.modules import ParameterPart
+from dist_ckpt.core.state.fsdp1.fsdp1_modules import ParameterPart
 from dist_ckpt.core.state.sharding_rules import target_cells
 from dist_ckpt.core.state.tensors.local_tensors import as_numpy, is_array, is_ordinary, torch_dtype
 from dist_ckpt.core.state.tensors.read_tensor import (

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Mapping, MutableMapping
 from typing import Any
 
 from dist_ckpt.core.format.objects.plain_types import FACTORIES
-from dist_ckpt.core.planning.selection import names_above
+from dist_ckpt.core.planning.name_selection import names_above
 from dist_ckpt.errors import IncompatibleError
 
 PathKey = str | int

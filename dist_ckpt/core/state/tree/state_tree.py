@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 
 from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.format.strict_json import is_text
-from dist_ckpt.core.planning.selection import Selection
+from dist_ckpt.core.planning.name_selection import Selection
 from dist_ckpt.core.runtime.torch_private import local_tensor
-from dist_ckpt.core.state.fsdp1.modules import check_not_flattened
-from dist_ckpt.core.state.modules import ModuleState, flat_state, merge_states, module_state
+from dist_ckpt.core.state.fsdp1.fsdp1_modules import check_not_flattened
+from dist_ckpt.core.state.module_tensors import ModuleState, flat_state, merge_states, module_state
 from dist_ckpt.core.state.optimizer_state import (
     OptimizerState,
     check_unnamed,
@@ -100,8 +100,8 @@ class ModuleLeaf:
 class OptimizerLeaf:
     """An optimizer, with the user's names of its parameters, by id().
 
-    `further` are the entries of its `state_dict` besides the groups and the parameters' state. An
-    optimizer over FSDP1's flat parameters is replaced by a view (`state/fsdp1/optimizers.py`).
+    `further` are the entries of its `state_dict` besides the groups and the parameters' state. A
+    view replaces an optimizer over flat parameters of FSDP1: `state/fsdp1/fsdp1_optimizers.py`.
     """
 
     state: OptimizerState

@@ -17,8 +17,8 @@ from contextlib import ExitStack, contextmanager, suppress
 
 from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.format.geometry import ByteRange
-from dist_ckpt.core.storage.interface import Entry, ReadableFile, WritableFile
 from dist_ckpt.core.storage.local.direct_io import Descriptor, DirectFile, DirectIO, system_call
+from dist_ckpt.core.storage.storage_protocol import Entry, ReadableFile, WritableFile
 from dist_ckpt.errors import CorruptError, ExistsError, StorageError
 
 # One call moves at most 2 GiB on Linux, and fails above that on macOS.

@@ -13,7 +13,7 @@ from functools import cache, partial
 from dist_ckpt.core.format.geometry import Layout
 from dist_ckpt.core.format.index.index import Catalog, Key, TensorRecord
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
-from dist_ckpt.core.planning.selection import names_above
+from dist_ckpt.core.planning.name_selection import names_above
 from dist_ckpt.core.state.binding.sources.saved_tree import (
     GROUPS_INFIX,
     SavedTree,

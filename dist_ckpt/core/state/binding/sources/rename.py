@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import count, takewhile
 from operator import eq
 
-from dist_ckpt.core.planning.selection import names_above
+from dist_ckpt.core.planning.name_selection import names_above
 from dist_ckpt.core.state.tree.containers import child_name
 
 _WILDCARD = re.compile(r"(\*+|\{[^{}]*\}|[{}])")

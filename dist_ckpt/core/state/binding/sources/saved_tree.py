@@ -10,7 +10,7 @@ from functools import cache
 
 from dist_ckpt.core.format.index.index import Catalog, Key, Node, TensorRecord
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
-from dist_ckpt.core.planning.selection import Selection, names_above
+from dist_ckpt.core.planning.name_selection import Selection, names_above
 from dist_ckpt.core.state.binding.sources.rename import parse_rename
 from dist_ckpt.core.state.tree.containers import (
     MAX_DEPTH,

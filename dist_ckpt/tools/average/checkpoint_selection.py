@@ -15,7 +15,7 @@ from dist_ckpt.core.commit.records.leases import leased
 from dist_ckpt.core.commit.records.record_store import can_keep_records, can_lease
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Index
-from dist_ckpt.core.planning.selection import parse_selection
+from dist_ckpt.core.planning.name_selection import parse_selection
 from dist_ckpt.core.storage import Storage, real_path
 from dist_ckpt.errors import LEAST_POSITIVE, StorageError, check_flag, check_number
 from dist_ckpt.runs import selectors

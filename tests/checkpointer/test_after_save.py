@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import dist_ckpt as dc
-from dist_ckpt.checkpointer import maintenance, run_session
+from dist_ckpt.checkpointer import after_save, run_session
 from dist_ckpt.checkpointer.checkpointer_options import RunOptions
 from dist_ckpt.core.commit.commit_protocol import claim
 from dist_ckpt.core.commit.records.incarnations import Incarnation, begin_incarnation
@@ -319,7 +319,7 @@ def test_what_fails_beside_the_training_stops_neither_it_nor_what_comes_later(
             raise ValueError("no error of ours")
         return prune_run(*args, **options)
 
-    monkeypatch.setattr(maintenance, "prune", prune)
+    monkeypatch.setattr(after_save, "prune", prune)
     state = fresh()
     with checkpointer(tmp_path, keep=dc.keep.last(1)) as ck:
         for step in ck.steps(state, until=3):
@@ -436,7 +436,7 @@ def test_a_keeper_whose_saves_were_left_ends_by_itself_and_uses_no_time(tmp_path
     (tmp_path / "run").mkdir()
     left: Any = Left()
     options = RunOptions(root=tmp_path / "run", save=dc.at_end)
-    beside = maintenance.MaintenanceThread(*root_of(tmp_path / "run"), None, options)
+    beside = after_save.MaintenanceThread(*root_of(tmp_path / "run"), None, options)
     beside.follow(left)
     beside.close(0.3)
     assert beside._thread.is_alive()

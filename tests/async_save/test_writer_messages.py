@@ -14,7 +14,7 @@ import msgpack
 import msgspec
 import pytest
 
-from dist_ckpt.async_save.writer.messages import (
+from dist_ckpt.async_save.writer.writer_messages import (
     MAX_MESSAGE_NBYTES,
     Abort,
     Close,
@@ -36,7 +36,7 @@ from dist_ckpt.async_save.writer.messages import (
     WriterMessage,
 )
 from dist_ckpt.config import Config
-from dist_ckpt.core.comm.messages import Failure
+from dist_ckpt.core.comm.rank_messages import Failure
 from fake_writers import A_REPORT
 
 FAILURE = Failure("RankError", "x", 1, "write", ("a",))

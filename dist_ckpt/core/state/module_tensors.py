@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dist_ckpt.core.runtime.torch_private import has_load_hooks, storage_id, wrapped_child
-from dist_ckpt.core.state.fsdp1.modules import FlatModule, ParameterPart, flat_module
+from dist_ckpt.core.state.fsdp1.fsdp1_modules import FlatModule, ParameterPart, flat_module
 from dist_ckpt.core.state.tensors.local_tensors import PLAIN
 
 

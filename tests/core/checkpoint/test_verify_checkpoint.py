@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from dist_ckpt.core.checkpoint import verify as verify_module
-from dist_ckpt.core.checkpoint.verify import Level, Problem, VerifyReport, verify
+from dist_ckpt.core.checkpoint import verify_checkpoint as verify_module
+from dist_ckpt.core.checkpoint.verify_checkpoint import Level, Problem, VerifyReport, verify
 from dist_ckpt.core.commit.attempts import find_checkpoint
 from dist_ckpt.core.commit.commit_protocol import claim, commit
 from dist_ckpt.core.format.geometry import ByteRange, Flat, Layout

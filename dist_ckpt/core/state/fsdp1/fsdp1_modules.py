@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from dist_ckpt.core.format.geometry import Shape
-from dist_ckpt.core.state.fsdp1 import private_names
-from dist_ckpt.core.state.fsdp1.private_names import FlatParameter, Original
+from dist_ckpt.core.state.fsdp1 import fsdp1_private_names
+from dist_ckpt.core.state.fsdp1.fsdp1_private_names import FlatParameter, Original
 from dist_ckpt.core.state.tree.containers import child_name
 from dist_ckpt.core.state.wrappers import FlatShard
 
@@ -87,12 +87,12 @@ def flat_module(module: nn.Module, fqn: str) -> FlatModule | None:
 
     Raises TypeError or ValueError, with the remedy, for a module that cannot be read.
     """
-    if not private_names.has_fsdp1(module):
+    if not fsdp1_private_names.has_fsdp1(module):
         return None
     try:
         parameters, dtypes = (
-            private_names.flat_parameters(module),
-            private_names.cast_buffers(module),
+            fsdp1_private_names.flat_parameters(module),
+            fsdp1_private_names.cast_buffers(module),
         )
         return _read(module, tuple(parameters), dtypes)
     except AttributeError as error:
@@ -106,7 +106,7 @@ def flat_module(module: nn.Module, fqn: str) -> FlatModule | None:
 
 def check_not_flattened(value: object, *path: str) -> None:
     """Raise ValueError for FSDP1's flat part of a parameter outside of its module."""
-    if private_names.is_flattened(value):
+    if fsdp1_private_names.is_flattened(value):
         raise ValueError(
             f"{'.'.join(path)}: a flat part of a parameter of FullyShardedDataParallel: add that "
             "module itself to the state"
@@ -139,24 +139,24 @@ def _read(
     live: dict[str, torch.Tensor | ParameterPart] = {}
     extras: dict[str, nn.Module] = {}
     for prefix, owner in module.named_modules(remove_duplicate=False):
-        if change := private_names.find_state_dict_change(owner):
+        if change := fsdp1_private_names.find_state_dict_change(owner):
             raise TypeError(
                 f"{type(owner).__name__} has {change}, and running it would gather all parameters "
                 f"on every rank: {_OTHER_WAYS}"
             )
         tensors: Mapping[str, torch.Tensor | ParameterPart] = {
-            **private_names.direct_tensors(owner),
+            **fsdp1_private_names.direct_tensors(owner),
             **parts.get(id(owner), {}),
         }
         for key, value in tensors.items():
             for name in (
                 ()
                 if id(value) in rows
-                else private_names.clean_names(module, child_name(prefix, key))
+                else fsdp1_private_names.clean_names(module, child_name(prefix, key))
             ):
                 entries[name] = live[name] = cast[id(value)][1] if id(value) in cast else value
         if type(owner).get_extra_state is not nn.Module.get_extra_state:
-            for name in private_names.clean_names(module, child_name(prefix, EXTRA_STATE)):
+            for name in fsdp1_private_names.clean_names(module, child_name(prefix, EXTRA_STATE)):
                 extras[name] = owner
                 entries[name] = owner.get_extra_state()
     return FlatModule(entries, live, parameters, tuple(cast.values()), extras)

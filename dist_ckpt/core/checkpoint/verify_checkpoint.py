@@ -15,7 +15,7 @@ from typing import Literal
 from dist_ckpt.config import Config
 from dist_ckpt.core.checkpoint.opener import NATIVE, Opener
 from dist_ckpt.core.commit.attempts import MAX_TRIES, find_checkpoint, has_folder, read_document
-from dist_ckpt.core.commit.records.checks import iterate_siblings, note_check
+from dist_ckpt.core.commit.records.recorded_checks import iterate_siblings, note_check
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import block_digest
 from dist_ckpt.core.format.dtypes import DTYPES

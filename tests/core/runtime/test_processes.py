@@ -17,8 +17,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dist_ckpt.core.runtime import process
-from dist_ckpt.core.runtime.process import (
+from dist_ckpt.core.runtime import processes
+from dist_ckpt.core.runtime.processes import (
     MAX_CLOCK_GAP_S,
     find_process,
     find_state,
@@ -42,12 +42,12 @@ def test_the_collector_is_paused_and_then_as_it_was(on: bool) -> None:
 
 
 def test_the_running_clock_counts_steps_and_no_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = process._RunningClock()
+    clock = processes._RunningClock()
     now = time.monotonic()
     steps = [0.25, 0.125, 3600.0, 0.25]
     for step in steps:
         now += step
-        monkeypatch.setattr(process, "time", SimpleNamespace(monotonic=lambda now=now: now))
+        monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic=lambda now=now: now))
         total = clock.read()
     assert total == pytest.approx(0.625 + MAX_CLOCK_GAP_S, abs=0.25)
 
@@ -120,7 +120,7 @@ def test_a_process_that_ends_or_dumps_core_is_ending(
     (tmp_path / "stat").write_text(f"5 (a) name (S) {' '.join(fields)} 0 0\n")
     (tmp_path / "status").write_text(f"Name:\ta\nSigPnd:\t{0:016x}\nShdPnd:\t{pending:016x}\n")
     monkeypatch.setattr(
-        process,
+        processes,
         "open",
         lambda path, **_: StringIO((tmp_path / Path(path).name).read_text()),
         raising=False,
@@ -132,7 +132,7 @@ def test_a_wait_does_not_count_a_stop_of_its_process(monkeypatch: pytest.MonkeyP
     """As after `scontrol suspend` for an hour: the outcome comes a moment after the job goes on."""
     real, stopped_s = time.monotonic, [0.0]
     clock = SimpleNamespace(monotonic=lambda: real() + stopped_s[0])
-    monkeypatch.setattr(process, "time", clock)
+    monkeypatch.setattr(processes, "time", clock)
     future = Future[int]()
 
     def stop() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from dist_ckpt.core.planning.selection import parse_selection
+from dist_ckpt.core.planning.name_selection import parse_selection
 
 
 def selected(names: str, **options: Any) -> list[str]:

@@ -24,10 +24,10 @@ from contextlib import suppress
 from types import FrameType
 
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.async_save.writer import messages, writer_saves
+from dist_ckpt.async_save.writer import writer_messages, writer_saves
 from dist_ckpt.core.comm.key_value.key_server import KeyServer, reachable_host
-from dist_ckpt.core.comm.messages import describe_error
-from dist_ckpt.core.storage.forwarding import RateLimit
+from dist_ckpt.core.comm.rank_messages import describe_error
+from dist_ckpt.core.storage.storage_wrappers import RateLimit
 from dist_ckpt.errors import CheckpointError
 
 _log = logging.getLogger("dist_ckpt")
@@ -74,7 +74,7 @@ class Termination:
     hang on stderr.
     """
 
-    def __init__(self, end_s: float = messages.WRITER_END_S) -> None:
+    def __init__(self, end_s: float = writer_messages.WRITER_END_S) -> None:
         self._end_s = end_s
         self._is_signalled = False
         self._is_raised = False
@@ -138,7 +138,7 @@ class StoreServers:
         self._servers: dict[bytes, KeyServer] = {}
         self._newest = b""
 
-    def serve(self, message: messages.Serve) -> messages.Serving:
+    def serve(self, message: writer_messages.Serve) -> writer_messages.Serving:
         """Serve another store. OSError or ValueError if that fails."""
         host = "" if message.peer_host else "127.0.0.1"
         server = KeyServer(message.token, host=host)
@@ -146,7 +146,7 @@ class StoreServers:
             self._servers[message.token] = server
             self._newest = message.token
         public_host = reachable_host(message.peer_host) if message.peer_host else host
-        return messages.Serving(public_host, server.address[1])
+        return writer_messages.Serving(public_host, server.address[1])
 
     def close_unused(self, needed: set[bytes]) -> None:
         """Close all stores but the newest and those with the `needed` tokens."""
@@ -167,8 +167,8 @@ class BackgroundWriter:
 
     def __init__(
         self,
-        link: messages.Link,
-        hello: messages.Hello,
+        link: writer_messages.Link,
+        hello: writer_messages.Hello,
         rate_limit: RateLimit | None,
         arenas: writer_saves.OpenArenas,
         termination: Termination,
@@ -197,7 +197,7 @@ class BackgroundWriter:
                 done = save.settle()
                 # After `done` the trainer may overwrite the snapshot, so it must be sealed before.
                 self._termination.finish()
-                with suppress(messages.LinkClosedError):
+                with suppress(writer_messages.LinkClosedError):
                     self._link.send(done)
                 if done.failure is not None:
                     gc.collect()  # the traceback refers to the memory of an arena
@@ -219,7 +219,7 @@ class BackgroundWriter:
         needed = {save.write.token for save in self._queue.unsettled}
         self._stores.close_unused(needed | {self._rendezvous.token or b""})
 
-    def _check(self, write: messages.Write) -> None:
+    def _check(self, write: writer_messages.Write) -> None:
         self._termination.check()
         self._queue.check(write)
 
@@ -227,10 +227,10 @@ class BackgroundWriter:
         try:
             while (message := self._link.receive(None)) is not None:
                 self._process_message(message)
-        except messages.ProtocolError as error:
+        except writer_messages.ProtocolError as error:
             _log.error("%s", error)
             self._problem = str(error)
-        except messages.LinkClosedError as error:
+        except writer_messages.LinkClosedError as error:
             _log.info("the trainer has ended (%s): staged saves are written, then this ends", error)
         except Exception as error:  # noqa: BLE001 - a thread's outer edge
             _log.exception("the link to the trainer has failed")
@@ -239,29 +239,31 @@ class BackgroundWriter:
             self._queue.end(is_trainer_gone=True)
             self._rendezvous.hurry()
 
-    def _process_message(self, message: messages.WriterMessage) -> None:
+    def _process_message(self, message: writer_messages.WriterMessage) -> None:
         queue = self._queue
         match message:
-            case messages.Write():
+            case writer_messages.Write():
                 queue.put(
                     writer_saves.WriterSave(self._context, message, self._arenas.open(message))
                 )
-            case messages.Serve():
+            case writer_messages.Serve():
                 self._link.send(self._serve(message))
-            case messages.Abort(snapshot, reason):
+            case writer_messages.Abort(snapshot, reason):
                 queue.abort(snapshot, reason)
-            case messages.Pause(snapshot):
-                self._link.send(messages.Paused(snapshot, queue.pause(snapshot)))
-            case messages.Go(snapshot, drop):
+            case writer_messages.Pause(snapshot):
+                self._link.send(writer_messages.Paused(snapshot, queue.pause(snapshot)))
+            case writer_messages.Go(snapshot, drop):
                 queue.go(snapshot, drop=drop)
-            case messages.Ping():
-                self._link.send(messages.Pong())
-            case messages.Close():
+            case writer_messages.Ping():
+                self._link.send(writer_messages.Pong())
+            case writer_messages.Close():
                 queue.end(is_trainer_gone=False)
             case _:
-                raise messages.ProtocolError(f"the trainer sent a {type(message).__name__}")
+                raise writer_messages.ProtocolError(f"the trainer sent a {type(message).__name__}")
 
-    def _serve(self, message: messages.Serve) -> messages.Serving | messages.Refused:
+    def _serve(
+        self, message: writer_messages.Serve
+    ) -> writer_messages.Serving | writer_messages.Refused:
         _allow_many_connections()
         try:
             serving = self._stores.serve(message)
@@ -270,7 +272,7 @@ class BackgroundWriter:
             return serving
         except (OSError, ValueError) as error:
             host = writer_saves.host_of(self._hello.config)
-            return messages.Refused(describe_error(error, "serve", self._hello.rank, host))
+            return writer_messages.Refused(describe_error(error, "serve", self._hello.rank, host))
 
 
 def _ignore_signals() -> None:
@@ -326,7 +328,7 @@ def main(arguments: list[str]) -> int:
     except TerminatedError as error:
         _log.warning("ended: %s; uncommitted saves are abandoned", error)
         return EXIT_CODE
-    except messages.LinkClosedError as error:
+    except writer_messages.LinkClosedError as error:
         problem = str(error)
     except Exception:  # noqa: BLE001 - the process's outer edge
         _log.exception("ended by an internal error")
@@ -338,18 +340,18 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _open_link(arguments: list[str]) -> messages.Link | None:
+def _open_link(arguments: list[str]) -> writer_messages.Link | None:
     """Return the link to the trainer, or None if no trainer started this process."""
     try:
         (number,) = arguments
-        return messages.Link(socket.socket(fileno=int(number)))
+        return writer_messages.Link(socket.socket(fileno=int(number)))
     except (ValueError, OSError):
         return None
 
 
-def _serve_trainer(link: messages.Link, termination: Termination) -> str:
+def _serve_trainer(link: writer_messages.Link, termination: Termination) -> str:
     hello = link.receive(HELLO_TIMEOUT_S)
-    if not isinstance(hello, messages.Hello):
+    if not isinstance(hello, writer_messages.Hello):
         return (
             f"the first message must be Hello, within {HELLO_TIMEOUT_S:g} s; "
             f"the trainer sent {hello}"
@@ -364,11 +366,11 @@ def _serve_trainer(link: messages.Link, termination: Termination) -> str:
         lock = folder.lock("writer")
     except (CheckpointError, ValueError, TypeError) as error:
         failure = describe_error(error, "start of a writer", hello.rank, socket.gethostname())
-        link.send(messages.Refused(failure))
+        link.send(writer_messages.Refused(failure))
         return f"it cannot begin: {error}"
     arenas = writer_saves.OpenArenas(folder)
     try:
-        link.send(messages.Ready(os.getpid()))
+        link.send(writer_messages.Ready(os.getpid()))
         _log.info("the writer of rank %d of %d has started", hello.rank, hello.world_size)
         return BackgroundWriter(link, hello, rate_limit, arenas, termination).run()
     finally:

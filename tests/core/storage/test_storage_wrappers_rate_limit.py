@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dist_ckpt.core.storage.forwarding import STEP_S, RateLimit, RateLimitedStorage
-from dist_ckpt.core.storage.interface import Storage
+from dist_ckpt.core.storage.storage_protocol import Storage
+from dist_ckpt.core.storage.storage_wrappers import STEP_S, RateLimit, RateLimitedStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.storage_contract import StorageContract
 

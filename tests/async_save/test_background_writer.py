@@ -24,7 +24,8 @@ from dist_ckpt.async_save.snapshots.arena import Arena, ArenaPool
 from dist_ckpt.async_save.snapshots.arena_layout import arena_nbytes
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.async_save.trainer.writer_handle import start_writer
-from dist_ckpt.async_save.writer.messages import (
+from dist_ckpt.async_save.writer.background_writer import MAX_LOG_NBYTES
+from dist_ckpt.async_save.writer.writer_messages import (
     Abort,
     Close,
     Done,
@@ -36,7 +37,6 @@ from dist_ckpt.async_save.writer.messages import (
     Pong,
     Ready,
 )
-from dist_ckpt.async_save.writer.process import MAX_LOG_NBYTES
 from dist_ckpt.core.runtime.host_memory import create_anonymous
 from dist_ckpt.core.runtime.lock_files import owner_of
 from dist_ckpt.errors import ConflictError, RankError, StorageError
@@ -477,7 +477,7 @@ def test_what_is_staged_when_a_writer_is_told_to_end_is_sealed(job):
 # A writer that hangs in its storage when it makes a file of rank 0 durable.
 HANGS = """
 import os, sys, time
-from dist_ckpt.async_save.writer import process
+from dist_ckpt.async_save.writer import background_writer
 from dist_ckpt.core.storage.local import local_storage as local
 
 def sync(fd, real=local._sync):
@@ -487,7 +487,7 @@ def sync(fd, real=local._sync):
     real(fd)
 
 local._sync = sync
-sys.exit(process.main(sys.argv[-1:]))
+sys.exit(background_writer.main(sys.argv[-1:]))
 """
 
 
@@ -560,7 +560,7 @@ def test_a_writer_without_work_ends_when_it_is_told_to(job):
 def test_a_writer_that_was_told_to_end_and_hangs_ends_all_the_same():
     hangs = """if True:
         import os, signal, time
-        from dist_ckpt.async_save.writer.process import Termination
+        from dist_ckpt.async_save.writer.background_writer import Termination
         termination = Termination(end_s=1.0)
         termination.set_seal(lambda: time.sleep(600))
         termination.begin()
@@ -582,7 +582,7 @@ def test_a_writer_that_was_told_to_end_and_hangs_ends_all_the_same():
 def test_only_a_writer_that_was_told_to_end_can_be_interrupted():
     told = """if True:
         import os, signal, time
-        from dist_ckpt.async_save.writer.process import Termination
+        from dist_ckpt.async_save.writer.background_writer import Termination
         sealed = []
         termination = Termination()
         termination.set_seal(lambda: sealed.append(1))

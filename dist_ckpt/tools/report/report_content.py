@@ -11,7 +11,7 @@ from typing import Literal
 
 from dist_ckpt.core.checkpoint import checkpoint
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
-from dist_ckpt.core.checkpoint.verify import Level, Problem, VerifyReport, verify
+from dist_ckpt.core.checkpoint.verify_checkpoint import Level, Problem, VerifyReport, verify
 from dist_ckpt.core.commit.records.incarnations import read_history
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.format.index.model_description import CONFIG, KIND, as_json, iterate_leaves
@@ -23,7 +23,7 @@ from dist_ckpt.reports import Progress
 from dist_ckpt.runs.listing import RunCheckpoint, list_run
 from dist_ckpt.runs.metrics import SaveTimes, is_speed, save_times
 from dist_ckpt.tools.inspect.describe import summarize
-from dist_ckpt.tools.report.sizes import clip, component_sizes, rank_sizes, sizes_tree
+from dist_ckpt.tools.report.report_sizes import clip, component_sizes, rank_sizes, sizes_tree
 
 # A list, such as a configuration, has at most this many rows.
 MAX_ROWS = 300

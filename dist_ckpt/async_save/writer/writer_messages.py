@@ -16,8 +16,8 @@ from contextlib import suppress
 from msgspec import Struct, msgpack
 
 from dist_ckpt.config import Config
-from dist_ckpt.core.comm.messages import Failure
-from dist_ckpt.core.runtime.process import MAX_CLOCK_GAP_S, ProcessId, running_time
+from dist_ckpt.core.comm.rank_messages import Failure
+from dist_ckpt.core.runtime.processes import MAX_CLOCK_GAP_S, ProcessId, running_time
 from dist_ckpt.core.runtime.threads import run_after_fork
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.reports import SaveReport

@@ -16,12 +16,12 @@ from dist_ckpt.checkpointer.barrier_rounds import BarrierProposal
 from dist_ckpt.checkpointer.checkpointer_options import RunOptions
 from dist_ckpt.core.checkpoint.checkpoint import open as open_checkpoint
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
-from dist_ckpt.core.comm.messages import describe_error
+from dist_ckpt.core.comm.rank_messages import describe_error
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.core.storage.forwarding import free_nbytes
+from dist_ckpt.core.storage.storage_wrappers import free_nbytes
 from dist_ckpt.errors import CheckpointError, ConflictError, StorageError
 from dist_ckpt.reports import SaveReport
 from dist_ckpt.runs.listing import list_run

@@ -16,18 +16,23 @@ from dist_ckpt.core.comm.exchange.channel import fits_exchange
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.format.index.model_description import find_description_problems
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
-from dist_ckpt.core.loading.coordinator import (
+from dist_ckpt.core.loading.load_decisions import (
     CheckFindings,
     LoadRequest,
     ResolvedSources,
     encode_bitmap,
 )
 from dist_ckpt.core.loading.load_options import LoadOptions, Sources, SourceUse, parse_sources
-from dist_ckpt.core.loading.shared_read.group import prepare_shared_read
+from dist_ckpt.core.loading.shared_read.shared_read_group import prepare_shared_read
 from dist_ckpt.core.planning.load.load_planner import find_request_problems, plan_load
+from dist_ckpt.core.planning.name_selection import (
+    SELECT_ALL,
+    Selection,
+    parse_cast,
+    parse_selection,
+)
 from dist_ckpt.core.planning.plan import ReadItem, TensorRequest
-from dist_ckpt.core.planning.selection import SELECT_ALL, Selection, parse_cast, parse_selection
-from dist_ckpt.core.runtime.process import paused_collector
+from dist_ckpt.core.runtime.processes import paused_collector
 from dist_ckpt.core.shard_io.read.block_reads import CellTargets
 from dist_ckpt.core.shard_io.read.open_files import MAX_OPEN, OpenFile, OpenFiles, open_files
 from dist_ckpt.core.state.binding.bind import (
@@ -49,7 +54,7 @@ from dist_ckpt.core.state.binding.sources.saved_tree import (
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.state.tree.state_tree import without_frozen
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.core.storage.forwarding import CountingStorage
+from dist_ckpt.core.storage.storage_wrappers import CountingStorage
 from dist_ckpt.core.storage.virtual_files import OverlayStorage
 from dist_ckpt.reports import LoadedSource
 

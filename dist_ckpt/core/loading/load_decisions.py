@@ -19,8 +19,8 @@ from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Index, Key
 from dist_ckpt.core.loading.load_options import ReadOnce
-from dist_ckpt.core.loading.shared_read.group import find_shared_requests
-from dist_ckpt.core.planning.selection import find_unmatched_on_all
+from dist_ckpt.core.loading.shared_read.shared_read_group import find_shared_requests
+from dist_ckpt.core.planning.name_selection import find_unmatched_on_all
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.state.binding.bind import unexpected_problem
 from dist_ckpt.core.state.tensors.plain_torch import make_torch_value

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dist_ckpt.core.state.modules import merge_states, module_state
+from dist_ckpt.core.state.module_tensors import merge_states, module_state
 
 NAMES = ["0.weight", "0.bias", "1.0.weight", "1.0.bias"]
 

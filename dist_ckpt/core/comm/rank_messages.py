@@ -19,7 +19,7 @@ from dist_ckpt import errors
 from dist_ckpt.core.format.objects.plain_types import cost_of
 from dist_ckpt.core.format.strict_json import max_memory, memory_problem
 from dist_ckpt.core.runtime import typed_msgpack
-from dist_ckpt.core.runtime.process import ProcessId, ProcessState
+from dist_ckpt.core.runtime.processes import ProcessId, ProcessState
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.errors import CheckpointError, CorruptError, RankError, ranks_text
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from dist_ckpt.core.state.fsdp1.modules import ParameterPart
-from dist_ckpt.core.state.fsdp1.private_names import is_flattened
+from dist_ckpt.core.state.fsdp1.fsdp1_modules import ParameterPart
+from dist_ckpt.core.state.fsdp1.fsdp1_private_names import is_flattened
 from dist_ckpt.core.state.optimizer_state import OptimizerState
 from dist_ckpt.core.state.tree.containers import child_name
 from dist_ckpt.core.state.tree.state_tree import (

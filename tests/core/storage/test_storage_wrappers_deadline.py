@@ -19,7 +19,7 @@ import pytest
 from dist_ckpt import config
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.storage import Storage, open_storage
-from dist_ckpt.core.storage.forwarding import DeadlineStorage
+from dist_ckpt.core.storage.storage_wrappers import DeadlineStorage
 from dist_ckpt.errors import StorageError
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.storage_contract import StorageContract, write
@@ -200,7 +200,7 @@ def test_an_interrupt_is_raised_once_the_call_that_it_has_met_has_ended():
 
 
 def test_calls_share_a_few_threads_and_those_that_hang_end_in_number(monkeypatch, thawed):
-    monkeypatch.setattr("dist_ckpt.core.storage.forwarding.MAX_CALLS", 2)
+    monkeypatch.setattr("dist_ckpt.core.storage.storage_wrappers.MAX_CALLS", 2)
     seen = set()
 
     class Noting(MemoryStorage):
@@ -233,7 +233,7 @@ STUCK = """
 import sys, threading
 from dist_ckpt.errors import StorageError
 from dist_ckpt.core.runtime.threads import parallel_for
-from dist_ckpt.core.storage.forwarding import DeadlineStorage
+from dist_ckpt.core.storage.storage_wrappers import DeadlineStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 
 class Dead(MemoryStorage):
@@ -266,7 +266,7 @@ def test_a_call_that_hangs_keeps_no_process_from_exiting(who):
 
 FORKING = """
 import os
-from dist_ckpt.core.storage.forwarding import DeadlineStorage
+from dist_ckpt.core.storage.storage_wrappers import DeadlineStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 
 storage = DeadlineStorage(MemoryStorage({"/d": None}), 10)

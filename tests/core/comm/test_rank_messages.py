@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dist_ckpt.core.comm.messages import Heartbeat, HeartbeatSender, unpack
+from dist_ckpt.core.comm.rank_messages import Heartbeat, HeartbeatSender, unpack
 
 
 def test_a_beat_tells_what_the_heart_was_told():
