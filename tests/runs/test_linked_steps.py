@@ -216,15 +216,15 @@ WRITES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("through", ["itself", "a link to it", "a dangling link"])
+@pytest.mark.parametrize("through", ["itself", "a link to it", "with /", "a dangling link"])
 @pytest.mark.parametrize("write", WRITES)
 def test_nothing_is_changed_through_a_linked_step(root: Path, write: str, through: str) -> None:
     dc.save(state(1), root.parent / "ck")
     path = root / NEWEST
-    if through == "a link to it":
+    if through in ("a link to it", "with /"):
         path = root.parent / "best" / "one"
         path.parent.mkdir()
-        path.symlink_to(root / NEWEST)
+        path.symlink_to(f"{root / NEWEST}{'/./' if through == 'with /' else ''}")
     if through == "a dangling link":
         relink(root, "../nowhere")
     before = tree(root.parent)

@@ -81,7 +81,10 @@ def entry_path(path: str) -> str:
     """
     entry = path
     for _ in range(_MAX_LINKS):
-        folder, name = posixpath.split(entry)
+        # The text of a link may end with slashes and dots, as `ln -s step-5/ last` makes it.
+        folder, name = posixpath.split(_DOTS_AT_END.sub("", entry))
+        if name == "..":
+            break
         entry = posixpath.join(real_path(folder), name)
         if is_linked_step(entry):
             return entry
@@ -94,6 +97,7 @@ def entry_path(path: str) -> str:
 
 # The system follows at most this many links, too.
 _MAX_LINKS = 40
+_DOTS_AT_END = re.compile(r"(?<!^)(/\.?)+$")
 
 
 def is_linked_step(path: str) -> bool:

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import PurePosixPath
 
 from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.format.geometry import ByteRange
@@ -170,15 +171,15 @@ class LocalStorage:
 
     def free_nbytes(self, path: str) -> int | None:
         """Return the free bytes for this user, without a quota; None if the system cannot tell."""
-        while True:
+        for folder in (PurePosixPath(path), *PurePosixPath(path).parents):
             try:
-                volume = os.statvfs(path)
+                volume = os.statvfs(folder)
             except FileNotFoundError:
-                path = os.path.dirname(path)
+                continue
             except OSError:
                 return None
-            else:
-                return volume.f_bavail * volume.f_frsize if volume.f_blocks else None
+            return volume.f_bavail * volume.f_frsize if volume.f_blocks else None
+        return None
 
 
 class _LocalWritableFile:
