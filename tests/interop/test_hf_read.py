@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -255,6 +256,16 @@ def test_a_file_that_is_cut_off_is_named_and_nothing_is_filled(tmp_path: Path) -
     with pytest.raises(CorruptError, match=r"a\.safetensors, 'w'.*fetch the file again"):
         dc.load({"model": {"w": live}}, path)
     assert not live.any()
+
+
+def test_a_file_that_is_cut_off_while_it_is_read_has_no_older_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file({"w": torch.ones(100)}, path)
+    with dc.open(path) as checkpoint:
+        os.truncate(path, path.stat().st_size - 4)
+        with pytest.raises(CorruptError, match="while it was read; fetch the file again") as error:
+            checkpoint["model.w"][...]
+    assert "older checkpoint" not in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,11 @@ IO_CHUNK_NBYTES = 2 << 20
 _CUT_OFF = "the file ended while it was read"
 
 
+def _cut_off_error(file: OpenFile, block: NeededBlock) -> CorruptError:
+    problem = _CUT_OFF if file.has_digests else f"{_CUT_OFF}; fetch the file again"
+    return damage_error(file.path, file.header, block, problem)
+
+
 class BlockReader:
     """Reads the blocks of one load, and fills `targets`. Without targets it only checks blocks.
 
@@ -90,8 +95,10 @@ class BlockReader:
         try:
             yield
         except CorruptError as error:
+            # Readers of other systems' files give their own remedy.
+            is_ours = all(file.has_digests for file, _ in self.files)
             raise CorruptError(
-                f"{error}; load an older checkpoint",
+                f"{error}; load an older checkpoint" if is_ours else str(error),
                 touched=tuple(sorted(self.touched)),
                 path=error.path,
             ) from error
@@ -130,7 +137,7 @@ class BlockReader:
             count = readable.read_into(file.header.header_nbytes + begin, data)
         if count < read.span.nbytes:
             cut_off = _get_single_block(file, bisect_right(file.shards.starts, begin + count) - 1)
-            raise damage_error(file.path, file.header, cut_off, _CUT_OFF)
+            raise _cut_off_error(file, cut_off)
         self.check(file, read, data)
 
     def _read_chunk(
@@ -149,7 +156,7 @@ class BlockReader:
             count = readable.read_into(file.header.header_nbytes + first + start, part)
             if count < part.nbytes:
                 cut_off = next(block for block in needed if block.stop > first + start + count)
-                raise damage_error(file.path, file.header, cut_off, _CUT_OFF)
+                raise _cut_off_error(file, cut_off)
             if verifies and len(needed) == 1:
                 digest.update(part)
         if verifies and len(needed) == 1:

@@ -141,7 +141,8 @@ def open_files(  # noqa: PLR0913 - the last two are for callers with several pla
         parallel_for(open_number, plan, threads=threads)
         if problems:
             first, *_ = ordered = sorted(problems)
-            text = f"{listed(merge_similar(ordered), '; ')}; load an older checkpoint"
+            remedy = "load an older checkpoint" if index.has_digests else "fetch the files again"
+            text = f"{listed(merge_similar(ordered), '; ')}; {remedy}"
             raise CorruptError(text, path=problems[first])
     except BaseException:
         OpenFiles(plan, new_files).close()
