@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shlex
 import sys
 import time
@@ -37,7 +36,7 @@ from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.commit.records.record_store import refuse_old
 from dist_ckpt.core.commit.records.recorded_checks import name_newest_good
-from dist_ckpt.core.format.filenames import Attempt
+from dist_ckpt.core.format.filenames import Attempt, parse_step_folder
 from dist_ckpt.core.format.index.model_description import find_differences
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
@@ -62,7 +61,6 @@ from dist_ckpt.runs.selectors import describe_exclusion, select
 _log = logging.getLogger("dist_ckpt")
 
 FOLDER = "step-{:08d}"
-_FOLDER = re.compile(r"step-([0-9]{8,19})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +126,10 @@ class Resume:
             self._leases.close()
         if self.session.channel.rank == COORDINATOR:
             begin = "begins anew" if restored is None else f"resumes from step {restored.step}"
-            _log.info("%s: incarnation %d %s: %s", self.root, number, begin, why)
-            if restored is not None:  # whatever the logging is set to
+            skips = bool(listing.skipped) or restored in listing.candidates[1:]
+            level = logging.WARNING if skips else logging.INFO
+            _log.log(level, "%s: incarnation %d %s: %s", self.root, number, begin, why)
+            if restored is not None and not _logs_to_stderr(level):
                 sys.stderr.write(f"dist_ckpt: {self.root} {begin}: {why}\n")
             if self._listing is not None:
                 _report_newer(self._listing, -1 if restored is None else restored.step, at)
@@ -196,7 +196,7 @@ class Resume:
     def _find_damaged(self, listing: Listing, usable: Sequence[RunCheckpoint]) -> tuple[str, ...]:
         """Return damaged checkpoints above the newest. IncompatibleError for a newer version."""
         newest = usable[-1].step or 0 if usable else -1
-        later = [entry for entry in listing.checkpoints if _step_in_name(entry.name) > newest]
+        later = [entry for entry in listing.checkpoints if _step_of_folder(entry) > newest]
         for entry in later:
             if entry.state == "incompatible":
                 raise IncompatibleError(
@@ -209,8 +209,6 @@ class Resume:
             # Without another one, those that are recorded as damaged are tried.
             if entry.state == "damaged" or (usable and entry.damage and not entry.is_orphaned)
         ]
-        for entry in damaged:
-            _log.warning("%s is skipped: %s", entry.path, entry.damage or entry.problem)
         return tuple(
             f"{entry.name} is damaged: {entry.damage or entry.problem}" for entry in damaged
         )
@@ -277,8 +275,6 @@ class Resume:
                             name_newest_good(again, self.storage, point.path)
                         raise
                     skipped.append(f"step {point.step} is damaged: {again}")
-                    if self.session.channel.rank == COORDINATOR:
-                        _log.warning("%s is skipped: %s", point.path, again)
                     continue
             why = f"{at} was requested" if at is not None else "the newest"
             return point, f"the newest undamaged: {_skipped_text(skipped)}" if skipped else why
@@ -385,7 +381,7 @@ def _report_newer(listing: Listing, step: int, at: str | None) -> None:
     """Name on stderr the steps above the restore point, and those that no save can replace."""
     passed, lines = [], []
     for info in listing.checkpoints:
-        if (_step_in_name(info.name) if info.step is None else info.step) <= step:
+        if (_step_of_folder(info) if info.step is None else info.step) <= step:
             continue
         # Unless a step is requested, only damage found by the load excludes such a checkpoint.
         is_damaged = at is None and info.where is not None and not info.is_orphaned
@@ -400,11 +396,24 @@ def _report_newer(listing: Listing, step: int, at: str | None) -> None:
     sys.stderr.writelines(f"dist_ckpt: {line}\n" for line in lines)
 
 
+def _step_of_folder(info: RunCheckpoint) -> int:
+    """Return the step in the name of a checkpoint's folder, or 0 for other names."""
+    return parse_step_folder(info.name) or 0
+
+
+def _logs_to_stderr(level: int) -> bool:
+    """Return True if the log of dist_ckpt writes messages of this level to stderr."""
+    if not _log.isEnabledFor(level):
+        return False
+    if not _log.hasHandlers():
+        return level >= logging.WARNING  # by the last resort of `logging`
+    loggers = (_log, logging.getLogger())[: 1 + _log.propagate]
+    return any(
+        output.level <= level and getattr(output, "stream", None) is sys.stderr
+        for logger in loggers
+        for output in logger.handlers
+    )
+
+
 def _skipped_text(texts: Sequence[str]) -> str:
     return listed(merge_similar(texts), "; ")
-
-
-def _step_in_name(name: str) -> int:
-    """Return the step in the name of a checkpoint's folder, or 0 for other names."""
-    match = _FOLDER.fullmatch(name)
-    return int(match[1]) if match else 0

@@ -86,6 +86,30 @@ def test_a_resume_says_on_stderr_from_which_step_whatever_the_logging(
     assert capsys.readouterr().err.startswith(begin)
 
 
+@pytest.mark.parametrize("level", [logging.WARNING, logging.INFO, None])
+def test_a_resume_says_it_once_where_the_log_goes_to_stderr_too(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    level: int | None,
+) -> None:
+    handler = logging.StreamHandler()  # to stderr
+    logger = logging.getLogger("dist_ckpt")
+    monkeypatch.setattr(logger, "handlers", [] if level is None else [handler])
+    monkeypatch.setattr(logger, "propagate", False)
+    monkeypatch.setattr(logging, "lastResort", handler)
+    handler.setLevel(level or logging.WARNING)
+    run(tmp_path, 3)
+    for newest in (3, 2):
+        capsys.readouterr()
+        restored(tmp_path)
+        err = capsys.readouterr().err
+        assert err.count(f" resumes from step {newest}: the newest") == 1
+        assert err.count("step 3 is damaged: ") == (newest == 2)
+        assert "is skipped" not in err
+        damage(tmp_path, 3)
+
+
 # --- a state that no save can take ---------------------------------------------------------------
 
 UNSAVABLE: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
