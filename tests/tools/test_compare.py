@@ -47,6 +47,12 @@ def sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
+def test_a_tuple_of_a_configuration_is_like_a_list(tmp_path: Path) -> None:
+    for name, betas in (("a", [0.9, 0.99]), ("b", (0.9, 0.99))):
+        dc.save({}, tmp_path / name / "step-1", step=1, config={"betas": betas, "of": {1: 2}})
+    assert dc.compare(tmp_path).differing == {}
+
+
 def test_runs_are_sorted_by_their_best_and_none_is_hidden(sweep: Path) -> None:
     found = dc.compare(sweep, min="loss")
     assert [run.name for run in found.runs] == ["b-base", "a-ddl", "c-empty", "d-hurt", "e-bare"]

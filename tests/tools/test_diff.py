@@ -55,6 +55,32 @@ def test_values_that_are_no_tensors_are_selected_by_name(first: Path, tmp_path: 
         diff(first, tmp_path / "b", values=True, include="epochs")
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "differences"),
+    [
+        ([1, 2], (1, 2), {"x": ("[1, 2]", "(1, 2)")}),
+        ([], (), {"x": ("[]", "()")}),
+        ([[1], 2], [(1,), 2], {"x": ("[[1], 2]", "[(1,), 2]")}),
+        ({1: 2}, {"1": 2}, {"x.1": ("nothing", "2"), "x[1]": ("2", "nothing")}),
+        (True, 1, {"x": ("True", "1")}),
+        (1, 1.0, {"x": ("1", "1.0")}),
+        (0.0, -0.0, {"x": ("0.0", "-0.0")}),
+        ({1}, frozenset({1}), {"x": ("{1}", "frozenset({1})")}),
+        (math.nan, math.nan, {}),
+        ([math.nan], [math.nan], {}),
+        ({"a": 1, "b": {1, 9}}, {"b": {9, 1}, "a": 1}, {}),
+    ],
+)
+def test_plain_values_differ_if_what_is_stored_differs(
+    a: object, b: object, differences: object, tmp_path: Path
+) -> None:
+    dc.save({"x": a}, tmp_path / "a")
+    dc.save({"x": b}, tmp_path / "b")
+    found = diff(tmp_path / "a", tmp_path / "b")
+    assert found.objects == differences
+    assert found.same == (not differences)
+
+
 def test_what_changed_is_told_in_the_order_of_the_first(tmp_path: Path) -> None:
     names = [f"w{number}" for number in range(30)]
     dc.save({name: torch.ones(1) for name in names}, tmp_path / "a")

@@ -13,7 +13,7 @@ from dist_ckpt.core.checkpoint.checkpoint import open_at
 from dist_ckpt.core.commit.attempts import list_entries
 from dist_ckpt.core.commit.records.record_store import can_keep_records
 from dist_ckpt.core.format.filenames import BACKUP, RESERVED_NAMES
-from dist_ckpt.core.format.index.model_description import iterate_leaves
+from dist_ckpt.core.format.index.model_description import as_config, iterate_leaves
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError, states_text
 from dist_ckpt.runs.listing import is_run_folder, list_run
@@ -163,7 +163,11 @@ def _summarize_run(storage: Storage, folder: str, metric: str | None, sign: int)
 
 
 def _differing_values(runs: Sequence[RunSummary]) -> Mapping[str, Mapping[str, str]]:
-    configs = {run.name: dict(iterate_leaves(run.config)) for run in runs if run.config is not None}
+    configs = {
+        run.name: dict(iterate_leaves(as_config(run.config)))
+        for run in runs
+        if run.config is not None
+    }
     names = sorted({name for leaves in configs.values() for name in leaves})
     values = {
         name: {run: leaves.get(name, _LACKING) for run, leaves in configs.items()} for name in names

@@ -12,7 +12,11 @@ from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 from dist_ckpt.core.checkpoint.open_checkpoint import WINDOW_NBYTES, OpenCheckpoint, iterate_parts
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.index.index import TensorRecord
-from dist_ckpt.core.format.index.model_description import KIND, find_differences
+from dist_ckpt.core.format.index.model_description import (
+    KIND,
+    find_differences,
+    find_stored_differences,
+)
 from dist_ckpt.core.planning.name_selection import Selection, parse_selection
 from dist_ckpt.core.shard_io.memory.host_array import has_numbers, numbers, numpy_module
 from dist_ckpt.default_opener import OPENER
@@ -94,7 +98,9 @@ def diff(  # noqa: PLR0913 - the names, the parts, and the tolerances
     With `values` all values are read and compared, a window of each checkpoint at a time. They are
     compared bit for bit, so nan equals nan, and 0.0 differs from -0.0. With `rtol` or `atol`,
     numbers are equal if they differ by at most `atol + rtol * abs(b)`. The layouts may differ.
-    Plain values are compared exactly. Step, metadata, attached files and per-rank values are not
+    Plain values are compared exactly: 1 differs from 1.0 and True, a list from a tuple, and the key
+    1 from "1". The order of a dict does not count. A configuration is compared more loosely: there
+    a tuple is like a list. Step, metadata, attached files and per-rank values are not
     compared.
 
     `include` and `exclude` are as for `dc.save`. Values need numpy, but not torch. One process
@@ -124,7 +130,7 @@ def diff(  # noqa: PLR0913 - the names, the parts, and the tolerances
             removed=tuple(name for name in names[0] if name not in pairs),
             added=tuple(name for name in names[1] if name not in pairs),
             changed=changed,
-            objects=find_differences(*objects_of_each),
+            objects=find_stored_differences(*objects_of_each),
             num_tensors=len(same),
         )
         if values:

@@ -92,8 +92,16 @@ def _unknown(name: str) -> str:
 
 
 def find_differences(then: object, now: object) -> dict[str, tuple[str, str]]:
-    """Return the differences of two configurations as text, by dotted name."""
-    old, new = dict(iterate_leaves(_as_stored(then))), dict(iterate_leaves(_as_stored(now)))
+    """Return the differences of two configurations as text, by dotted name.
+
+    A tuple is like a list, and a key like its text: YAML and JSON files have only these.
+    """
+    return find_stored_differences(as_config(then), as_config(now))
+
+
+def find_stored_differences(then: object, now: object) -> dict[str, tuple[str, str]]:
+    """Return the differences of two values as text, by dotted name: also if only types differ."""
+    old, new = dict(iterate_leaves(then)), dict(iterate_leaves(now))
     return {
         name: (old.get(name, _MISSING), new.get(name, _MISSING))
         for name in sorted(old.keys() | new.keys())
@@ -101,10 +109,16 @@ def find_differences(then: object, now: object) -> dict[str, tuple[str, str]]:
     }
 
 
-def _as_stored(value: object) -> object:
-    """Return plain data as it is decoded without torch and numpy: with placeholders."""
+def as_config(value: object) -> object:
+    """Return a configuration as it is compared, and decoded without torch and numpy."""
     plain = dict(value) if isinstance(value, Mapping) else value
-    return decode_value(encode_value(plain))
+    return _with_lists(decode_value(encode_value(plain)))
+
+
+def _with_lists(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {str(key): _with_lists(inner) for key, inner in value.items()}
+    return [*map(_with_lists, value)] if isinstance(value, list | tuple) else value
 
 
 def find_report_problems(
@@ -143,18 +157,21 @@ def iterate_leaves(value: object, name: str = "") -> Iterator[tuple[str, str]]:
         for key, inner in value.items():
             # Names must be unique: {"a.b": 1} differs from {"a": {"b": 1}}.
             part = str(key) if _PLAIN_KEY(str(key)) else repr(key)
-            yield from iterate_leaves(inner, f"{name}.{part}" if name else part)
+            dotted = f"{name}.{part}" if name else part
+            yield from iterate_leaves(inner, dotted if isinstance(key, str) else f"{name}[{key!r}]")
     else:
         yield name, _text(value)
 
 
 def _text(value: object) -> str:
-    """Return equal text for equal values: mappings and sets have no order."""
+    """Return equal text for equal values of one type: mappings and sets have no order."""
     if isinstance(value, Mapping):
         items = sorted(f"{key!r}: {_text(inner)}" for key, inner in value.items())
         return f"{{{', '.join(items)}}}"
     if isinstance(value, list | tuple):
-        return f"[{', '.join(map(_text, value))}]"
+        text = ", ".join(map(_text, value)) + "," * (isinstance(value, tuple) and len(value) == 1)
+        return f"[{text}]" if isinstance(value, list) else f"({text})"
     if isinstance(value, set | frozenset) and value:
-        return f"{{{', '.join(sorted(map(_text, value)))}}}"
+        text = f"{{{', '.join(sorted(map(_text, value)))}}}"
+        return text if isinstance(value, set) else f"frozenset({text})"
     return repr(value)
