@@ -369,7 +369,7 @@ class SimulatedSave:
         """Save once, over what was there, and return the plan."""
         with (
             self.session.operation(f"save to {self.path}"),
-            Transaction(self.channel, self.session.config) as transaction,
+            Transaction(self.channel, self.session.settings) as transaction,
         ):
             _, attempt, agreed = agree(
                 self.session,

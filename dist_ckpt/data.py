@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from dist_ckpt.config import launched_world_size
 from dist_ckpt.errors import CheckpointError, IncompatibleError
+from dist_ckpt.settings import launched_world_size
 
 # The number of samples that identify an order, as another version of torch may shuffle differently.
 _NUM_COMPARED = 8

@@ -384,7 +384,7 @@ class AsyncSaver:
             name,
             channel.rank,
             channel.world_size,
-            replace(self._session.config, host=channel.host),
+            replace(self._session.settings, host=channel.host),
             None if options.max_bytes_per_s is None else float(options.max_bytes_per_s),
             find_process(os.getpid()),
         )

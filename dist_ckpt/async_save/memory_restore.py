@@ -224,7 +224,7 @@ class _MemoryRestore:
         history = read_history(storage, posixpath.dirname(save.path))
         if _is_orphaned(history, save.step, candidate.attempt_above(0)):
             raise _UnusableError(f"it is orphaned by incarnation {history.newest} of the run")
-        if newer := _find_newer(storage, save, history, self.session.config.threads):
+        if newer := _find_newer(storage, save, history, self.session.settings.threads):
             raise _UnusableError(f"{newer} was committed since")
         attempt = _choose_attempt(storage, candidate, history)
         if attempt is not None:

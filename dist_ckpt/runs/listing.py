@@ -16,7 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from dist_ckpt.config import Config
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.commit.records.incarnations import IncarnationHistory, read_history
 from dist_ckpt.core.commit.records.protections import CheckpointKey, protections_of
@@ -44,6 +43,7 @@ from dist_ckpt.core.storage import (
 )
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.runs.metrics import metrics_by_checkpoint
+from dist_ckpt.settings import Settings
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -228,7 +228,7 @@ def _read_all(storage: Storage, root: str, entries: Sequence[Entry]) -> Sequence
     folders = [path for path, kind in kinds.items() if kind == "folder"]
     links = [path for path, kind in kinds.items() if kind == "other" and is_linked_step(path)]
     paths = [path for path in folders if posixpath.basename(path) not in RESERVED_NAMES]
-    threads = Config.from_environment().threads
+    threads = Settings.from_environment().threads
     infos = [
         *parallel_for(lambda path: _read_folder(storage, path), paths, threads=threads),
         *parallel_for(lambda path: _read_linked_step(storage, path), links, threads=threads),

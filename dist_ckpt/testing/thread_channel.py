@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from dist_ckpt.config import Config
 from dist_ckpt.core.comm.collectives.collective import (
     NAME_NBYTES,
     DistinctPayloads,
@@ -21,11 +20,12 @@ from dist_ckpt.core.comm.key_value.client_thread import Store
 from dist_ckpt.core.comm.rank_messages import RankLocation, SecondaryError
 from dist_ckpt.errors import RankError
 from dist_ckpt.reports import IoCount
+from dist_ckpt.settings import Settings
 
 T = TypeVar("T")
 
 # Shorter than in a job, but longer than a busy machine delays a rank.
-TEST_CONFIG = Config(
+TEST_CONFIG = Settings(
     heartbeat_timeout_s=5.0, join_timeout_s=20.0, join_warning_s=10.0, visibility_timeout_s=5.0
 )
 
@@ -94,11 +94,11 @@ class ThreadChannel(StoreChannel):
         store: Store,
         rank: int,
         world_size: int,
-        config: Config = TEST_CONFIG,
+        config: Settings = TEST_CONFIG,
         host: str | None = None,
     ) -> None:
         location = RankLocation(host or f"thread-{rank}")
-        super().__init__(store, rank, world_size, location=location, config=config)
+        super().__init__(store, rank, world_size, location=location, settings=config)
 
 
 # The route of bytes: generation, sender, receiver, tag.
@@ -240,7 +240,7 @@ def try_ranks(
     world_size: int,
     function: Callable[[int, ThreadChannel, ThreadCollective], T],
     *,
-    config: Config = TEST_CONFIG,
+    config: Settings = TEST_CONFIG,
     timeout_s: float = 60.0,
     hosts: Sequence[str] | None = None,
 ) -> list[Outcome[T]]:
@@ -282,7 +282,7 @@ def run_ranks(
     world_size: int,
     function: Callable[[int, ThreadChannel, ThreadCollective], T],
     *,
-    config: Config = TEST_CONFIG,
+    config: Settings = TEST_CONFIG,
     timeout_s: float = 60.0,
 ) -> Sequence[T | None]:
     """Run a function on every rank, each in a thread, and return its values in rank order.

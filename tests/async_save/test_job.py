@@ -27,11 +27,11 @@ from dist_ckpt.async_save.trainer import writer_handle
 from dist_ckpt.async_save.trainer.job import Job
 from dist_ckpt.async_save.trainer.writer_handle import SaveHandle
 from dist_ckpt.async_save.writer.writer_messages import Close, Hello
-from dist_ckpt.config import Config
 from dist_ckpt.core.comm.rank_messages import Failure
 from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.errors import ConflictError, StorageError
+from dist_ckpt.settings import Settings
 from fake_writers import SOON_S, FakeWriter, order
 
 MakeJob = Callable[..., tuple[Job, FakeWriter]]
@@ -51,7 +51,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeJob]:
 
     def make(rank: int, world_size: int = 2, is_dropped: bool = False) -> tuple[Job, FakeWriter]:
         fakes.append(FakeWriter())
-        one = Job(Hello("job", rank, world_size, Config(), None), drain_timeout_s=0)
+        one = Job(Hello("job", rank, world_size, Settings(), None), drain_timeout_s=0)
         if not is_dropped:
             made.append(one)
         return one, fakes[-1]

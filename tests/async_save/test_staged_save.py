@@ -14,7 +14,6 @@ from dist_ckpt.async_save.snapshots.arena import ArenaPool, ArenaReader
 from dist_ckpt.async_save.writer import staged_save
 from dist_ckpt.async_save.writer.staged_save import Staging, open_staged_files
 from dist_ckpt.async_save.writer.writer_messages import Hello
-from dist_ckpt.config import Config
 from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.planning.save.save_planner import plan_rank_files
@@ -23,6 +22,7 @@ from dist_ckpt.core.runtime.processes import find_process
 from dist_ckpt.core.shard_io.write.shard_writer import NullStorage, WritableStorage, write_all
 from dist_ckpt.core.storage.storage_protocol import WritableFile
 from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError, RankError
+from dist_ckpt.settings import Settings
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from staged_saves import Staged, State, new_id
 
@@ -184,7 +184,7 @@ def test_a_trainer_that_stages_nothing_more_is_logged_and_then_named(arenas, mon
         if now[0] == 280:
             case.staged.stage(1)  # it counts from here
 
-    hello = Hello("job", 0, 1, Config(), None, own)
+    hello = Hello("job", 0, 1, Settings(), None, own)
     with (
         pytest.raises(RankError, match="has staged nothing more of /ck for 300 s") as caught,
         caplog.at_level(logging.WARNING, "dist_ckpt"),

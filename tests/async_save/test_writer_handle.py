@@ -26,9 +26,9 @@ from dist_ckpt.async_save.writer.writer_messages import (
     Write,
     WriterMessage,
 )
-from dist_ckpt.config import Config
 from dist_ckpt.core.comm.rank_messages import Failure
 from dist_ckpt.errors import RankError, StorageError
+from dist_ckpt.settings import Settings
 from fake_writers import A_REPORT
 
 SOON_S = 30.0
@@ -67,7 +67,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeWriters]:
 @pytest.fixture
 def writer(fakes: FakeWriters, tmp_path: Path) -> Iterator[WriterHandle]:
     folder = JobFolder("job", roots=[str(tmp_path)]).rank(1)
-    made = WriterHandle(folder, Hello("job", 1, 3, Config(), None))
+    made = WriterHandle(folder, Hello("job", 1, 3, Settings(), None))
     made.ensure_running()
     yield made
     made.kill()

@@ -12,9 +12,9 @@ from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.trainer import writer_handle
 from dist_ckpt.async_save.trainer.writer_handle import SaveHandle, WriterHandle
 from dist_ckpt.async_save.writer.writer_messages import Hello
-from dist_ckpt.config import Config
 from dist_ckpt.core.comm.rank_messages import Failure
 from dist_ckpt.errors import StorageError
+from dist_ckpt.settings import Settings
 from fake_writers import A_REPORT, SOON_S, FakeWriter, order
 
 FULL = Failure("StorageError", "rank 0 (host a): the disk is full", 0, "write")
@@ -33,7 +33,7 @@ def writer(
 ) -> Iterator[WriterHandle]:
     monkeypatch.setattr(writer_handle, "start_writer", fake.start)
     folder = JobFolder("job", roots=[str(tmp_path)]).rank(0)
-    made = WriterHandle(folder, Hello("job", 0, 1, Config(), None))
+    made = WriterHandle(folder, Hello("job", 0, 1, Settings(), None))
     made.ensure_running()
     yield made
     made.kill()

@@ -35,14 +35,14 @@ from dist_ckpt.async_save.writer.writer_messages import (
     Write,
     WriterMessage,
 )
-from dist_ckpt.config import Config
 from dist_ckpt.core.comm.rank_messages import Failure
+from dist_ckpt.settings import Settings
 from fake_writers import A_REPORT
 
 FAILURE = Failure("RankError", "x", 1, "write", ("a",))
 MESSAGES: list[WriterMessage] = [
-    Hello("job", 1, 4, Config(heartbeat_timeout_s=7.5, host="a"), None),
-    Hello("job", 1, 4, Config(), 1e6),
+    Hello("job", 1, 4, Settings(heartbeat_timeout_s=7.5, host="a"), None),
+    Hello("job", 1, 4, Settings(), 1e6),
     Serve(b"t" * 32, "node0"),
     Write("0" * 32, "/ck", "/dev/shm/a", 1, "127.0.0.1", 1234, b"t"),
     Abort("0" * 32, "no memory"),

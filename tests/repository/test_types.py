@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 import dist_ckpt as dc
-from dist_ckpt.config import Config
+from dist_ckpt.settings import Settings
 
 model = nn.Linear(2, 2)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -94,7 +94,7 @@ dc.AsyncSaver(settle_s=1)  # type: ignore[call-arg]
 dc.Checkpointer("run", same=["model"])  # type: ignore[call-arg]
 saver.leave()  # type: ignore[attr-defined]
 dc.Stopped  # type: ignore[attr-defined]
-Config(silence_s=1)  # type: ignore[call-arg]
+Settings(silence_s=1)  # type: ignore[call-arg]
 """
 
 

@@ -13,8 +13,8 @@ pytest.importorskip("torch")
 
 import dist_ckpt as dc
 from dist_ckpt.cli import main
-from dist_ckpt.config import Config
 from dist_ckpt.interop import dcp
+from dist_ckpt.settings import Settings
 
 FUNCTIONS: list[tuple[Callable[..., object], str, str]] = [
     (dc.save, "frozen", "include_frozen"),
@@ -29,10 +29,10 @@ FUNCTIONS: list[tuple[Callable[..., object], str, str]] = [
     (dc.Checkpointer, "frozen", "include_frozen"),
     (dc.Checkpointer, "reuse", "link_unchanged"),
     (dc.Checkpointer, "same", "config_must_match"),
-    (Config, "silence_s", "heartbeat_timeout_s"),
-    (Config, "arrive_s", "join_timeout_s"),
-    (Config, "warn_s", "join_warning_s"),
-    (Config, "appear_s", "visibility_timeout_s"),
+    (Settings, "silence_s", "heartbeat_timeout_s"),
+    (Settings, "arrive_s", "join_timeout_s"),
+    (Settings, "warn_s", "join_warning_s"),
+    (Settings, "appear_s", "visibility_timeout_s"),
 ]
 VARIABLES = [
     ("DIST_CKPT_SILENCE_S", "DIST_CKPT_HEARTBEAT_TIMEOUT_S"),
@@ -65,8 +65,8 @@ def test_an_old_parameter_is_refused(function: Callable[..., object], old: str, 
 def test_an_old_variable_is_refused_also_next_to_the_new_one(old: str, new: str) -> None:
     for others in ({}, {new: "61"}):
         with pytest.raises(ValueError, match=f"^{old} is called {new} since .* unset {old}$"):
-            Config.from_environment({old: "61", **others})
-    assert Config.from_environment({new: "61"}) != Config.from_environment({})
+            Settings.from_environment({old: "61", **others})
+    assert Settings.from_environment({new: "61"}) != Settings.from_environment({})
 
 
 def test_saves_and_the_command_refuse_an_old_variable(

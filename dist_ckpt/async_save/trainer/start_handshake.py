@@ -131,7 +131,7 @@ def _wait_until_ready(
 ) -> None:
     # A save that failed on another rank fails on this rank too: wait until it does.
     reported = [save for save in writer.unsettled if save.is_reported]
-    settled_s = 2 * session.config.heartbeat_timeout_s + session.config.late_timeout_s
+    settled_s = 2 * session.settings.heartbeat_timeout_s + session.settings.late_timeout_s
     writer.wait_for(lambda: all(save.is_settled for save in reported), settled_s)
     writer.receive_messages()
     if saver.when_busy == "wait":

@@ -271,7 +271,7 @@ class BackgroundWriter:
             self._close_unused_stores()
             return serving
         except (OSError, ValueError) as error:
-            host = writer_saves.host_of(self._hello.config)
+            host = writer_saves.host_of(self._hello.settings)
             return writer_messages.Refused(describe_error(error, "serve", self._hello.rank, host))
 
 

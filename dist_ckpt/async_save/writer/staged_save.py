@@ -88,13 +88,13 @@ class Staging:
 
     def _check_progress(self, hello: Hello) -> None:
         """Log a trainer that stages nothing; raise RankError after `late_timeout_s`."""
-        now, progress, config = running_time(), self._followed.ready, hello.config
+        now, progress, settings = running_time(), self._followed.ready, hello.settings
         if progress != self._progress:
             self._progress, self._moved_at, self._has_warned = progress, now, False
         idle_s = now - self._moved_at
-        if self._has_warned and idle_s < config.late_timeout_s:
+        if self._has_warned and idle_s < settings.late_timeout_s:
             return
-        if idle_s < min(config.join_warning_s, config.late_timeout_s):
+        if idle_s < min(settings.join_warning_s, settings.late_timeout_s):
             return
         snapshot, trainer = self._followed.snapshot, hello.trainer
         state = "" if trainer is None else find_state(trainer.pid, trainer.started)
@@ -103,14 +103,14 @@ class Staging:
             f"the trainer of rank {snapshot.rank}{process} has staged nothing more of "
             f"{snapshot.path} for {idle_s:.3g} s"
         )
-        if idle_s >= config.late_timeout_s:
+        if idle_s >= settings.late_timeout_s:
             raise RankError(
                 f"{fact}: nothing is committed. Continue it if it is stopped, else look at its "
                 f"stack (py-spy dump) and its devices; then save again",
                 rank=snapshot.rank,
             )
         self._has_warned = True
-        _log.warning("%s; the limit is %g s", fact, config.late_timeout_s)
+        _log.warning("%s; the limit is %g s", fact, settings.late_timeout_s)
 
     def _wait(self, condition: Callable[[], bool]) -> None:
         began_at = time.monotonic()

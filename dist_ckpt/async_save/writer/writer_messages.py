@@ -15,12 +15,12 @@ from contextlib import suppress
 
 from msgspec import Struct, msgpack
 
-from dist_ckpt.config import Config
 from dist_ckpt.core.comm.rank_messages import Failure
 from dist_ckpt.core.runtime.processes import MAX_CLOCK_GAP_S, ProcessId, running_time
 from dist_ckpt.core.runtime.threads import run_after_fork
 from dist_ckpt.errors import CheckpointError
 from dist_ckpt.reports import SaveReport
+from dist_ckpt.settings import Settings
 
 # After SIGTERM a writer abandons its save, and seals staged snapshots: it digests them at a low
 # priority. After this time it ends in any case.
@@ -50,7 +50,7 @@ class Hello(_TaggedMessage, frozen=True):
     job: str
     rank: int
     world_size: int
-    config: Config
+    settings: Settings
     max_bytes_per_s: float | None
     trainer: ProcessId | None = None
 

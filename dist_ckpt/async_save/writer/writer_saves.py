@@ -28,7 +28,6 @@ from dist_ckpt.async_save.writer.writer_messages import (
     StoreAddress,
     Write,
 )
-from dist_ckpt.config import Config
 from dist_ckpt.core.checkpoint.verify_checkpoint import record_damage
 from dist_ckpt.core.comm.collectives.collective import DistinctPayloads
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Channel, SingleProcessChannel
@@ -50,6 +49,7 @@ from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.storage_wrappers import CountingStorage, RateLimit, RateLimitedStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError, RankError
 from dist_ckpt.reports import Phases, SaveReport
+from dist_ckpt.settings import Settings
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -90,7 +90,7 @@ class WriterRendezvous:
     def _set_patience(self) -> None:
         # All trainers send at once: a writer that was never seen got no message, or is dead.
         if isinstance(channel := self._channel, StoreChannel):
-            channel.limit_unseen_timeout(self._patience * self._hello.config.heartbeat_timeout_s)
+            channel.limit_unseen_timeout(self._patience * self._hello.settings.heartbeat_timeout_s)
 
     def linger(self) -> None:
         """Keep the store of this writer until the others have the outcome of the last save.
@@ -98,7 +98,7 @@ class WriterRendezvous:
         They may still be writing. The trainer has ended, so nothing waits for this process.
         """
         if isinstance(channel := self._channel, StoreChannel):
-            channel.linger(self._hello.config.join_timeout_s)
+            channel.linger(self._hello.settings.join_timeout_s)
 
     @property
     def token(self) -> bytes | None:
@@ -111,11 +111,11 @@ class WriterRendezvous:
         if self._channel is not None and self._store == store:
             return self._channel
         self.close()
-        hello, config = self._hello, self._hello.config
+        hello, settings = self._hello, self._hello.settings
         if hello.world_size == 1:
             self._channel = SingleProcessChannel()
         else:
-            timeout_s = config.heartbeat_timeout_s
+            timeout_s = settings.heartbeat_timeout_s
             try:
                 self._client = KeyClient(
                     store[:2], write.token, connect_s=timeout_s, timeout_s=timeout_s
@@ -126,8 +126,8 @@ class WriterRendezvous:
                 self._client,
                 hello.rank,
                 hello.world_size,
-                location=RankLocation(host_of(config), find_process(os.getpid())),
-                config=config,
+                location=RankLocation(host_of(settings), find_process(os.getpid())),
+                settings=settings,
                 texts=WRITER_STORE_TEXTS,
             )
         self._store = store
@@ -143,9 +143,9 @@ class WriterRendezvous:
         self._channel = self._client = self._store = None
 
 
-def host_of(config: Config) -> str:
+def host_of(settings: Settings) -> str:
     """Return the host name of a writer in errors. It differs from that of its trainer."""
-    return f"{config.host or socket.gethostname()}, background writer"
+    return f"{settings.host or socket.gethostname()}, background writer"
 
 
 @dataclass
@@ -196,7 +196,7 @@ class WriterSave:
         except Exception as error:  # noqa: BLE001 - the trainer gets any error
             _log.error("background save to %s failed: %s", path, error, exc_info=error)
             self.seal()
-            host = host_of(hello.config)
+            host = host_of(hello.settings)
             failure = describe_error(error, "background save", hello.rank, host)
             return Done(self.write.snapshot, None, failure)
         _log.info("background save to %s is committed", path)
@@ -207,7 +207,7 @@ class WriterSave:
         phases = Phases("background save", path, quiet=is_quiet)
         channel.enter(f"background save to {path}")
         try:
-            with Transaction(channel, self._context.hello.config) as transaction:
+            with Transaction(channel, self._context.hello.settings) as transaction:
                 with phases.phase("claim"):
                     storage, staged = self._claim(channel, transaction)
                 with phases.phase("write"):
@@ -233,7 +233,7 @@ class WriterSave:
         path = self.write.path
         try:
             self._staged = staged = self._staged or self._open_staged()
-            threads = self._context.hello.config.threads
+            threads = self._context.hello.settings.threads
             staged.seal(self._attempt, threads=threads, slots=self._context.buffers)
         except Exception as error:  # noqa: BLE001 - the trainer gets the first error, not this one
             _log.warning("the snapshot of %s is not sealed: %s", path, error)
@@ -285,7 +285,7 @@ class WriterSave:
         context = self._context
         staged.staging.await_head_start()
         target = RateLimitedStorage(storage, context.rate_limit) if context.rate_limit else storage
-        threads, buffers = context.hello.config.threads, context.buffers
+        threads, buffers = context.hello.settings.threads, context.buffers
         earlier = replace(context.earlier, is_damaged=partial(is_known_damaged, storage))
         part = write_or_link(target, folder, staged.files, earlier, threads=threads, slots=buffers)
         staged.seal_as(self._attempt, part.receipts)

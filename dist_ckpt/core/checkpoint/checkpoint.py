@@ -13,7 +13,6 @@ from operator import index as as_int
 from types import EllipsisType
 from typing import SupportsIndex
 
-from dist_ckpt.config import Config
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.checkpoint.opener import NATIVE, Opener
 from dist_ckpt.core.commit import attempts
@@ -37,6 +36,7 @@ from dist_ckpt.core.shard_io.memory.host_array import Array
 from dist_ckpt.core.state.tree.containers import RECORD, child_name, find_enclosing_subclass
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError, listed
+from dist_ckpt.settings import Settings
 
 # How many shard files stay open between reads: enough for the shards of a tensor on one host.
 MAX_OPEN_FILES = 64
@@ -84,7 +84,7 @@ class Checkpoint:
     def __init__(self, storage: Storage, path: str, attempt: Attempt, index: Index) -> None:
         self.path = path
         self.index = index
-        threads = Config.from_environment().threads
+        threads = Settings.from_environment().threads
         self._opened = OpenCheckpoint(
             storage,
             path,

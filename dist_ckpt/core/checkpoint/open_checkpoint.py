@@ -11,7 +11,6 @@ from math import prod
 from threading import Lock
 from typing import Literal, Self
 
-from dist_ckpt.config import Config
 from dist_ckpt.core.checkpoint.opener import NATIVE, Opener, UserPath
 from dist_ckpt.core.checkpoint.verify_checkpoint import record_damage
 from dist_ckpt.core.commit import attempts
@@ -43,6 +42,7 @@ from dist_ckpt.core.shard_io.write.copy_files import link_or_copy_files
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError
 from dist_ckpt.reports import CopyProgress, IoCount, Progress
+from dist_ckpt.settings import Settings
 
 # The size of a window: a multiple of a block.
 WINDOW_NBYTES = 16 * BLOCK_NBYTES
@@ -130,7 +130,7 @@ class OpenCheckpoint:
 
     @property
     def _num_threads(self) -> int:
-        return self.threads or Config.from_environment().threads
+        return self.threads or Settings.from_environment().threads
 
     @property
     def catalog(self) -> Catalog:

@@ -12,7 +12,6 @@ from itertools import chain
 from threading import Lock
 from typing import Literal
 
-from dist_ckpt.config import Config
 from dist_ckpt.core.checkpoint.opener import NATIVE, Opener
 from dist_ckpt.core.commit.attempts import MAX_TRIES, find_checkpoint, has_folder, read_document
 from dist_ckpt.core.commit.records.recorded_checks import iterate_siblings, note_check
@@ -46,6 +45,7 @@ from dist_ckpt.errors import (
     StorageError,
 )
 from dist_ckpt.reports import Progress
+from dist_ckpt.settings import Settings
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -294,7 +294,7 @@ class _VerifyRun:
         sizes = [file.nbytes if level == "full" else file.header_nbytes for file in index.files]
         tables = (index.objects, index.attached)
         nbytes = sum(sizes) + sum(record.nbytes for table in tables for record in table)
-        threads = Config.from_environment().threads
+        threads = Settings.from_environment().threads
         parallel_for(lambda check: check(), self._checks(level, nbytes), threads=threads)
         self._progress(self.nbytes_checked, nbytes)
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from dist_ckpt.config import UNKNOWN_GROUP_TIMEOUT_S, Config, launched_world_size
 from dist_ckpt.core.comm.collectives.collective import SingleProcessCollective
 from dist_ckpt.core.comm.collectives.gloo import GlooCollective
 from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
@@ -24,6 +23,7 @@ from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.runtime import torch_private
 from dist_ckpt.core.runtime.processes import find_process
 from dist_ckpt.core.runtime.threads import DaemonThreads
+from dist_ckpt.settings import UNKNOWN_GROUP_TIMEOUT_S, Settings, launched_world_size
 
 # A bulk collective begins just after an exchange of all ranks: a rank that is missing after
 # `heartbeat_timeout_s` is dead. A busy host needs a moment longer to connect.
@@ -59,8 +59,8 @@ def session_of(group: ProcessGroup | None = None) -> Session:
         )
     if group not in _sessions:
         timeout_s = torch_private.group_timeout_s(group) or UNKNOWN_GROUP_TIMEOUT_S
-        config = Config.from_environment(group_timeout_s=timeout_s)
-        _sessions[group] = _create_session(group, config)
+        settings = Settings.from_environment(group_timeout_s=timeout_s)
+        _sessions[group] = _create_session(group, settings)
     return _sessions[group]
 
 
@@ -77,22 +77,22 @@ def _session_of_thread(group: object, environ: Mapping[str, str]) -> Session:
             "group= is given, but torch.distributed is not initialised: add "
             "`torch.distributed.init_process_group()` before this line, or leave out group="
         )
-    config = Config.from_environment()
+    settings = Settings.from_environment()
     session: Session | None = getattr(_of_thread, "session", None)
-    if session is None or session.config != config:
+    if session is None or session.settings != settings:
         session = _of_thread.session = Session(
-            SingleProcessChannel(), SingleProcessCollective(), config
+            SingleProcessChannel(), SingleProcessCollective(), settings
         )
     return session
 
 
-def _create_session(group: ProcessGroup, config: Config) -> Session:
+def _create_session(group: ProcessGroup, settings: Settings) -> Session:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     ranks = tuple(dist.get_process_group_ranks(group))
     if world_size == 1:
-        return Session(SingleProcessChannel(), SingleProcessCollective(), config, ranks)
+        return Session(SingleProcessChannel(), SingleProcessCollective(), settings, ranks)
     name = group.group_name
-    timeout_s = config.heartbeat_timeout_s + CONNECT_S
+    timeout_s = settings.heartbeat_timeout_s + CONNECT_S
 
     def open_store(part: str) -> Store:
         return PrefixStore(f"dist_ckpt/{name}/{part}", _connect_to_store(timeout_s))
@@ -103,13 +103,13 @@ def _create_session(group: ProcessGroup, config: Config) -> Session:
         control,
         rank,
         world_size,
-        location=RankLocation(config.host or socket.gethostname(), find_process(os.getpid())),
-        config=config,
+        location=RankLocation(settings.host or socket.gethostname(), find_process(os.getpid())),
+        settings=settings,
     )
     collective = GlooCollective(
         lambda: open_store(f"gloo/{channel.token}"), rank, world_size, timeout_s=timeout_s
     )
-    return Session(channel, collective, config, ranks)
+    return Session(channel, collective, settings, ranks)
 
 
 def _connect_to_store(timeout_s: float) -> Store:
@@ -135,8 +135,10 @@ def _connect_to_store(timeout_s: float) -> Store:
 
 def single_process_session() -> Session:
     """Return a session of this rank alone, without the other ranks of its job."""
-    config = Config.from_environment()
-    return Session(SingleProcessChannel(), SingleProcessCollective(), config, job_ranks_own_first())
+    settings = Settings.from_environment()
+    return Session(
+        SingleProcessChannel(), SingleProcessCollective(), settings, job_ranks_own_first()
+    )
 
 
 def job_ranks_own_first() -> tuple[int, ...]:

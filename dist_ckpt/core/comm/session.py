@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from dist_ckpt.config import Config
 from dist_ckpt.core.comm.collectives.collective import Collective
 from dist_ckpt.core.comm.collectives.host_links import SharedScratch
 from dist_ckpt.core.comm.exchange.channel import Channel
 from dist_ckpt.core.runtime.host_memory import BufferPool
 from dist_ckpt.reports import IoCount
+from dist_ckpt.settings import Settings
 
 T = TypeVar("T")
 
@@ -28,11 +28,11 @@ class Session:
         self,
         channel: Channel,
         collective: Collective,
-        config: Config | None = None,
+        settings: Settings | None = None,
         group_ranks: tuple[int, ...] | None = None,
     ) -> None:
         self.channel = channel
-        self.config = config or Config()
+        self.settings = settings or Settings()
         self.group_ranks = group_ranks or tuple(range(channel.world_size))
         self._caches: dict[type, object] = {}
         self.scratch_buffers = BufferPool()

@@ -18,7 +18,6 @@ from typing import Self
 
 from msgspec.structs import asdict
 
-from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange.channel import Channel, Exchange
 from dist_ckpt.core.comm.rank_messages import NoAnswerError
 from dist_ckpt.core.commit import attempts, commit_protocol, removal
@@ -46,6 +45,7 @@ from dist_ckpt.errors import (
     remedy_of_parts,
 )
 from dist_ckpt.reports import IoCount, Phases, SaveReport, find_slowest
+from dist_ckpt.settings import Settings
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -126,7 +126,7 @@ class RankWriteResult:
 class Transaction:
     """One new checkpoint, which is committed completely or not at all.
 
-        with Transaction(channel, config) as transaction:
+        with Transaction(channel, settings) as transaction:
             with channel.exchange("claim") as claiming:
                 claiming.gather(None)
                 if claiming.is_coordinator:
@@ -143,11 +143,13 @@ class Transaction:
     storage: Storage
     attempt: Attempt
 
-    def __init__(self, channel: Channel, config: Config | None = None, *, label: str = "") -> None:
+    def __init__(
+        self, channel: Channel, settings: Settings | None = None, *, label: str = ""
+    ) -> None:
         self.nbytes_receipt = 0  # of the receipt that this rank has sent
         self._channel = channel
         self._began = channel.exchanges
-        self._config = config or Config()
+        self._settings = settings or Settings()
         self._by = f"{label or f'rank {channel.rank}'} on {channel.host}"
         self._claim: commit_protocol.Claim | None = None
         self._path = ""
@@ -255,7 +257,7 @@ class Transaction:
     ) -> CommitDecision:
         with self._channel.exchange("write") as writing:
             if self._claim is None:
-                timeout_s = self._config.visibility_timeout_s
+                timeout_s = self._settings.visibility_timeout_s
                 commit_protocol.await_claim(self.storage, self._path, self.attempt, timeout_s)
             result = write(self.folder)
             receipts = writing.gather(result.receipt)
@@ -289,7 +291,10 @@ class Transaction:
         assert self._claim is not None
         storage = self.storage
         commit_protocol.check_files(
-            storage, self.folder, file_sizes(receipts), timeout_s=self._config.visibility_timeout_s
+            storage,
+            self.folder,
+            file_sizes(receipts),
+            timeout_s=self._settings.visibility_timeout_s,
         )
         index = fields.build_index(self.attempt.name, encoded_catalog.catalog, by_rank())
         slowest_rank, slowest_s = find_slowest([receipt.seconds for receipt in receipts])

@@ -244,7 +244,7 @@ def prepare_load(
         if problems:
             return None, CheckFindings(problems, binding.unmatched, unclaimed)
     files = plan_and_open(
-        sources.checkpoints, wanted, saved, threads=session.config.threads, stack=stack
+        sources.checkpoints, wanted, saved, threads=session.settings.threads, stack=stack
     )
     targets = None if binding.makes_memory else binding.allocate()
     links, encoded = prepare_shared_read(session, sources.shared_read_id, files, stack)

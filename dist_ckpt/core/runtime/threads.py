@@ -16,9 +16,9 @@ from functools import partial
 from typing import TypeVar
 from weakref import WeakMethod
 
-from dist_ckpt.config import STALL_TIMEOUT_S
 from dist_ckpt.core.runtime.processes import running_time
 from dist_ckpt.errors import StorageError
+from dist_ckpt.settings import STALL_TIMEOUT_S
 
 # How long an idle thread stays. Starting one takes about 0.1 ms.
 IDLE_S = 0.1

@@ -236,7 +236,7 @@ class CarryOver:
 
         On return the files and their names are durable. CorruptError if the source is damaged.
         """
-        rank, threads = session.channel.rank, session.config.threads
+        rank, threads = session.channel.rank, session.settings.threads
         files = {name: file for name, file in self.plan.linked.items() if file.rank == rank}
         linked = IoCount()
         if files:

@@ -257,7 +257,7 @@ def save_together(
     with (
         session.operation(f"save to {path}"),
         ExitStack() as lease_stack,
-        Transaction(session.channel, session.config) as transaction,
+        Transaction(session.channel, session.settings) as transaction,
     ):
         phases = Phases("save", str(path), quiet=session.channel.rank != COORDINATOR)
         with phases.phase("agree"):
@@ -379,7 +379,7 @@ class _RankWriter:
                 objects = carried.encode_objects_files(storage, files.objects, session.channel.rank)
                 receipts, linked = carried.write(session, storage, folder, step)
             files = replace(files, objects=objects)
-        earlier, threads = session.cache(SaveCache).linkable_saves, session.config.threads
+        earlier, threads = session.cache(SaveCache).linkable_saves, session.settings.threads
         linkable = replace(earlier, is_damaged=partial(is_known_damaged, storage))
         part = write_or_link(
             storage, folder, files, linkable, threads=threads, slots=session.scratch_buffers

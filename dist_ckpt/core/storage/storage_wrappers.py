@@ -16,12 +16,12 @@ from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from dist_ckpt.config import STALL_TIMEOUT_S, stall_timeout_s
 from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.runtime.threads import CallMonitor, DaemonThreads, has_outcome
 from dist_ckpt.core.storage.storage_protocol import Entry, ReadableFile, Storage, WritableFile
 from dist_ckpt.errors import StorageError
 from dist_ckpt.reports import IoCount
+from dist_ckpt.settings import STALL_TIMEOUT_S, stall_timeout_s
 
 T = TypeVar("T")
 

@@ -32,7 +32,6 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from dist_ckpt.config import launched_world_size
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.process_group import session_of, single_process_session
@@ -59,6 +58,7 @@ from dist_ckpt.interop.dcp.flat_state_dict import DcpKeys, PlannedReads, read_lo
 from dist_ckpt.interop.imports import StrPath, open_pickled
 from dist_ckpt.interop.readers.nested_state import ImportFilter
 from dist_ckpt.reports import LoadReport, Phases, SaveReport, format_size
+from dist_ckpt.settings import launched_world_size
 
 _log = logging.getLogger("dist_ckpt")
 

@@ -399,7 +399,7 @@ class PlannedReads:
         """Open the files, exchange the requests, and link the ranks that need the same blocks."""
         with session.channel.exchange("check") as checking:
             with self._source.handle_damage():
-                files, targets = self._open(session.config.threads)
+                files, targets = self._open(session.settings.threads)
             stack.callback(files.close)
             links, own = prepare_shared_read(session, shared_read_id, files, stack)
             encoded = own if fits_exchange(len(own), session.channel.world_size) else None

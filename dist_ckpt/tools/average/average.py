@@ -17,7 +17,6 @@ from functools import partial
 from torch.distributed import ProcessGroup
 
 from dist_ckpt import __version__
-from dist_ckpt.config import Config
 from dist_ckpt.core.comm.collectives.collective import SingleProcessCollective
 from dist_ckpt.core.comm.exchange.channel import (
     COORDINATOR,
@@ -44,6 +43,7 @@ from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.storage_wrappers import CountingStorage
 from dist_ckpt.errors import NotFoundError, StorageError
 from dist_ckpt.reports import CopyProgress, IoCount, Phases, Progress, SaveReport
+from dist_ckpt.settings import Settings
 from dist_ckpt.tools.average.checkpoint_selection import (
     AverageOptions,
     AverageSource,
@@ -187,7 +187,7 @@ def plan_average(
 
     def run(progress: Progress | None) -> SaveReport:
         call.progress = progress
-        channel, config = SingleProcessChannel(), Config.from_environment()
+        channel, config = SingleProcessChannel(), Settings.from_environment()
         return average_together(Session(channel, SingleProcessCollective(), config), call, chosen)
 
     replaces = paths_to_replace(*target, overwrite=options.overwrite)
@@ -216,7 +216,7 @@ def average_together(
     with (
         session.operation(f"average to {call.target}"),
         ExitStack() as leases,
-        Transaction(channel, session.config) as transaction,
+        Transaction(channel, session.settings) as transaction,
     ):
         phases = Phases("average", str(call.target), quiet=channel.rank != COORDINATOR)
         with phases.phase("agree"):

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import pytest
 
-from dist_ckpt.config import Config
 from dist_ckpt.core.comm.collectives.collective import (
     SingleProcessCollective,
     payload_name,
@@ -11,6 +10,7 @@ from dist_ckpt.core.comm.collectives.collective import (
 )
 from dist_ckpt.core.comm.rank_messages import SecondaryError
 from dist_ckpt.errors import RankError
+from dist_ckpt.settings import Settings
 from dist_ckpt.testing.thread_channel import ThreadChannel, ThreadCollective
 from exchanges import exchange
 from ranks import run_ranks, try_ranks
@@ -91,6 +91,6 @@ def test_after_a_failure_thread_ranks_meet_again_once_they_agree_on_an_epoch():
         run,
         world_size=3,
         harness="threads",
-        config=Config(heartbeat_timeout_s=1.5, join_timeout_s=30),
+        config=Settings(heartbeat_timeout_s=1.5, join_timeout_s=30),
     )
     assert [outcome.value for outcome in outcomes] == [(1, b"second")] * 3

@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 
 from dist_ckpt import errors
-from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange.channel import Channel, SingleProcessChannel
 from dist_ckpt.core.comm.exchange.failure_detector import PollInterval
 from dist_ckpt.core.comm.key_value.client_thread import (
@@ -22,6 +21,7 @@ from dist_ckpt.core.comm.key_value.client_thread import (
 )
 from dist_ckpt.core.comm.rank_messages import NoAnswerError, SecondaryError
 from dist_ckpt.errors import CheckpointError, CorruptError, RankError
+from dist_ckpt.settings import Settings
 from dist_ckpt.testing.thread_channel import ThreadChannel, ThreadCollective, ThreadStore
 from exchanges import HANG_S, Doc, exchange
 from ranks import Outcome, run_ranks, try_ranks
@@ -30,8 +30,8 @@ pytestmark = pytest.mark.waits
 
 # A deadline that passes within a test: of ranks that come, and of ranks that live. No busy machine
 # stops a thread for so long.
-HASTY = Config(heartbeat_timeout_s=20.0, join_timeout_s=3.0, join_warning_s=0.1)
-FRAIL = Config(heartbeat_timeout_s=5.0, join_timeout_s=20.0, join_warning_s=20.0)
+HASTY = Settings(heartbeat_timeout_s=20.0, join_timeout_s=3.0, join_warning_s=0.1)
+FRAIL = Settings(heartbeat_timeout_s=5.0, join_timeout_s=20.0, join_warning_s=20.0)
 
 OUR_ERRORS = [
     errors.NotFoundError,
@@ -376,7 +376,7 @@ class Warned(logging.Handler):
 
 
 # The warning comes when the time for a rank that was never seen is over.
-PATIENT = Config(
+PATIENT = Settings(
     heartbeat_timeout_s=20.0, join_timeout_s=0.1, join_warning_s=0.3, group_timeout_s=HANG_S
 )
 
@@ -501,7 +501,7 @@ def test_after_a_call_by_some_alone_they_may_come_late_to_the_next_call(early):
         time.sleep(2.5 if rank in early else 0)
         return ask(channel, lambda: rank, sum, what="save to b")
 
-    config = Config(heartbeat_timeout_s=5.0, join_timeout_s=8.0, join_warning_s=4.0)
+    config = Settings(heartbeat_timeout_s=5.0, join_timeout_s=8.0, join_warning_s=4.0)
     assert run_ranks(run, world_size=3, harness="threads", config=config) == [3, 3, 3]
 
 
@@ -714,7 +714,7 @@ def test_a_rank_that_works_longer_than_every_deadline_is_only_slow():
 
         return ask(channel, work, sum)
 
-    config = Config(heartbeat_timeout_s=5.0, join_timeout_s=5.0, join_warning_s=5.0)
+    config = Settings(heartbeat_timeout_s=5.0, join_timeout_s=5.0, join_warning_s=5.0)
     assert run_ranks(run, world_size=3, harness="threads", config=config) == [3, 3, 3]
 
 

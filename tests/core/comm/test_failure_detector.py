@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange import failure_detector
 from dist_ckpt.core.comm.exchange.failure_detector import FailureDetector, ProcessWitness
 from dist_ckpt.core.comm.key_value import client_thread
 from dist_ckpt.core.comm.rank_messages import HeartbeatSender
 from dist_ckpt.core.runtime.processes import ProcessId
+from dist_ckpt.settings import Settings
 from dist_ckpt.testing.thread_channel import ThreadStore
 
 SILENCE_S, LATE_S = 20, 300
@@ -43,7 +43,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def watch_of(line: Any, witness: ProcessWitness | None = None) -> FailureDetector:
-    config = Config(heartbeat_timeout_s=SILENCE_S, join_timeout_s=LATE_S)
+    config = Settings(heartbeat_timeout_s=SILENCE_S, join_timeout_s=LATE_S)
     return FailureDetector(line, str, config, witness)
 
 

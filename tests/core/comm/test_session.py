@@ -56,7 +56,7 @@ def test_without_a_process_group_a_thread_keeps_its_session_and_shares_it_with_n
 def test_a_session_is_not_kept_when_the_environment_asks_for_other_options(monkeypatch):
     before = session_of()
     monkeypatch.setenv("DIST_CKPT_THREADS", "3")
-    assert session_of().config.threads == 3
+    assert session_of().settings.threads == 3
     assert session_of() is not before
 
 
@@ -79,12 +79,12 @@ def test_a_group_without_an_initialised_torch_distributed_is_told_the_line_to_ad
 
 def test_options_come_from_the_environment(monkeypatch):
     monkeypatch.setenv("DIST_CKPT_JOIN_TIMEOUT_S", "7")
-    assert session_of().config.join_timeout_s == 7
+    assert session_of().settings.join_timeout_s == 7
 
 
 def test_the_name_of_the_host_comes_from_the_environment(monkeypatch):
     monkeypatch.setenv("DIST_CKPT_HOST", "7")
-    assert session_of().config.host == "7"
+    assert session_of().settings.host == "7"
 
 
 def test_an_operation_is_left_also_after_an_error():

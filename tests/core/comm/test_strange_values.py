@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dist_ckpt.config import Config
 from dist_ckpt.core.comm.key_value import client_thread
 from dist_ckpt.core.comm.key_value.client_thread import MAX_PARTS, NO_VALUE, PART_NBYTES
 from dist_ckpt.core.comm.rank_messages import (
@@ -34,6 +33,7 @@ from dist_ckpt.core.comm.rank_messages import (
 from dist_ckpt.core.format import strict_json
 from dist_ckpt.core.runtime.typed_msgpack import encode
 from dist_ckpt.errors import CheckpointError, RankError
+from dist_ckpt.settings import Settings
 from dist_ckpt.testing.thread_channel import ThreadChannel, ThreadCollective, ThreadStore
 from exchanges import HANG_S, Doc, exchange
 from long_mode import IS_LONG, MANY_EXAMPLES
@@ -42,7 +42,7 @@ from ranks import try_ranks
 pytestmark = pytest.mark.waits
 
 NUM_CASES = MANY_EXAMPLES if IS_LONG else 300
-FRAIL = Config(heartbeat_timeout_s=5.0, join_timeout_s=20.0, join_warning_s=20.0)
+FRAIL = Settings(heartbeat_timeout_s=5.0, join_timeout_s=20.0, join_warning_s=20.0)
 
 
 FAILURE = Failure("CorruptError", "rank 1 (host b): bad", 1, "read", ("a", "b"), is_secondary=True)
@@ -244,7 +244,7 @@ def test_a_heartbeat_that_is_none_is_told_where_it_is_needed(owner: int):
 def test_ranks_that_count_another_start_are_named_with_the_remedy():
     store = ThreadStore()
     store.add("starts/1", 1)  # an earlier start, of which rank 0 was dead before it saved
-    config = Config(heartbeat_timeout_s=20.0, join_timeout_s=3.0, join_warning_s=0.1)
+    config = Settings(heartbeat_timeout_s=20.0, join_timeout_s=3.0, join_warning_s=0.1)
 
     def run(rank: int, _: ThreadChannel, __: ThreadCollective) -> Doc:
         with closing(ThreadChannel(store, rank, 2, config)) as channel:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from dist_ckpt import config
+from dist_ckpt import settings
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.storage_wrappers import DeadlineStorage
@@ -139,13 +139,16 @@ def test_nobody_waits_long_for_a_file_to_close(hung, thawed):
 
 
 def test_bytes_that_are_to_be_moved_get_more_time():
-    assert config.stall_timeout_s(0) == config.STALL_TIMEOUT_S
-    assert config.stall_timeout_s(600 * config.SLOWEST_NBYTES_PER_S) == config.STALL_TIMEOUT_S + 600
+    assert settings.stall_timeout_s(0) == settings.STALL_TIMEOUT_S
+    assert (
+        settings.stall_timeout_s(600 * settings.SLOWEST_NBYTES_PER_S)
+        == settings.STALL_TIMEOUT_S + 600
+    )
 
 
 def test_a_finish_gets_more_time_for_all_that_was_written(thawed):
     storage, _ = hanging("finish", thawed)
-    storage.create("/d/large", 30 * config.SLOWEST_NBYTES_PER_S)
+    storage.create("/d/large", 30 * settings.SLOWEST_NBYTES_PER_S)
     file = storage.create("/d/small", 0)
     threading.Timer(4 * HASTY_S, thawed.set).start()
     assert file.finish() == 0

@@ -22,7 +22,6 @@ from typing import Any, Protocol
 import torch
 
 import dist_ckpt as dc
-from dist_ckpt.config import Config
 from dist_ckpt.core.comm.rank_messages import NoAnswerError
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import removal
@@ -30,11 +29,12 @@ from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.saving.save import SaveOptions, save_together
 from dist_ckpt.errors import CheckpointError, RankError
+from dist_ckpt.settings import Settings
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from ranks import PATH, Outcome, load_on_threads, save_on_threads, try_ranks
 
 RANKS = 3
-CONFIG = Config(
+CONFIG = Settings(
     heartbeat_timeout_s=4.0, join_timeout_s=2.0, join_warning_s=1.0, visibility_timeout_s=2.0
 )
 FOLDERS = tuple(str(Path(dc.__file__).parent / "core" / name) for name in ("saving", "loading"))

@@ -29,7 +29,6 @@ from dist_ckpt.async_save.writer.writer_messages import (
     Write,
     WriterMessage,
 )
-from dist_ckpt.config import Config
 from dist_ckpt.core.comm.collectives.collective import DistinctPayloads
 from dist_ckpt.core.comm.rank_messages import Failure
 from dist_ckpt.core.format import filenames
@@ -41,12 +40,13 @@ from dist_ckpt.core.planning.save.save_planner import plan_rank_files
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.saving.agreement import build_plan
 from dist_ckpt.reports import SaveReport
+from dist_ckpt.settings import Settings
 from written import Saved
 
 # A writer that says nothing for so long fails the test.
 ANSWER_S = 60.0
 STAGED_AT = 1.0
-CONFIG = Config(
+CONFIG = Settings(
     heartbeat_timeout_s=1.5, join_timeout_s=20.0, join_warning_s=5.0, visibility_timeout_s=10.0
 )
 
@@ -190,7 +190,7 @@ def new_id() -> str:
 
 
 def hello(
-    folder: RankFolder, world_size: int, config: Config = CONFIG, cap: float | None = None
+    folder: RankFolder, world_size: int, config: Settings = CONFIG, cap: float | None = None
 ) -> Hello:
     return Hello(folder.job, folder.rank, world_size, config, cap)
 

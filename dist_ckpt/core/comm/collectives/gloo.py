@@ -16,10 +16,10 @@ import torch
 from torch.distributed import BroadcastOptions, ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import Store
 
-from dist_ckpt.config import STALL_TIMEOUT_S
 from dist_ckpt.core.comm.collectives import collective
 from dist_ckpt.core.comm.rank_messages import SecondaryError
 from dist_ckpt.reports import IoCount
+from dist_ckpt.settings import STALL_TIMEOUT_S
 
 # The number of broadcasts under way at once.
 MAX_BROADCASTS = 16

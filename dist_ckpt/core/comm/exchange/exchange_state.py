@@ -17,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TypeVar
 
-from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.exchange.failure_detector import (
     FailureDetector,
@@ -35,6 +34,7 @@ from dist_ckpt.core.comm.rank_messages import (
 )
 from dist_ckpt.core.runtime.processes import running_time
 from dist_ckpt.errors import RankError, listed, ranks_text
+from dist_ckpt.settings import Settings
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -59,13 +59,13 @@ class ExchangeState:
         rank: int,
         world_size: int,
         location: RankLocation,
-        config: Config,
+        settings: Settings,
         texts: StoreErrorTexts,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.host = location.host
-        self.config = config
+        self.settings = settings
         self.call = ""
         self.token = ""
         self.phase = ""
@@ -75,16 +75,16 @@ class ExchangeState:
         self.client = StoreClientThread(
             store,
             self.heartbeat,
-            period_s=config.heartbeat_timeout_s / 5,
-            stall_timeout_s=config.heartbeat_timeout_s,
+            period_s=settings.heartbeat_timeout_s / 5,
+            stall_timeout_s=settings.heartbeat_timeout_s,
             texts=texts,
             after_beat=self._witness,
         )
         self._texts = texts
-        self.detector = FailureDetector(self.client, self._beat_key, config, self._witness)
+        self.detector = FailureDetector(self.client, self._beat_key, settings, self._witness)
         self.nbytes_put = 0
         # How long to wait for a rank that was never seen.
-        self.unseen_timeout_s = config.join_timeout_s
+        self.unseen_timeout_s = settings.join_timeout_s
         # Why ranks outside the operation will not enter it, "" if they may.
         self.absence_reason = ""
         self._start = 0
@@ -172,7 +172,7 @@ class ExchangeState:
                 failures[rank] = Failure("RankError", message, rank, self.phase)
             elif (lateness := self.detector.find_lateness(rank)) and self.detector.must_log(rank):
                 name = self.detector.describe_ranks([rank])
-                where, limit_s = self._location_text(), self.config.late_timeout_s
+                where, limit_s = self._location_text(), self.settings.late_timeout_s
                 _log.warning("%s %s (%s); the limit is %g s", name, lateness, where, limit_s)
         return failures
 
@@ -225,15 +225,15 @@ class ExchangeState:
         )
         if lateness := next(filter(None, map(self.detector.find_lateness, absent)), ""):
             message += f" It {lateness}."
-        is_late = poll.waited_s >= self.config.late_timeout_s
+        is_late = poll.waited_s >= self.settings.late_timeout_s
         overdue = absent if is_late else [rank for rank in absent if beats[rank] is None]
         if overdue and poll.waited_s >= self.unseen_timeout_s:
-            if poll.waited_s >= self.config.join_timeout_s:
+            if poll.waited_s >= self.settings.join_timeout_s:
                 message = self._stale_ranks_text(absent) or message
             return {overdue[0]: Failure("RankError", message, overdue[0], self.phase)}
-        if poll.waited_s >= self.config.join_warning_s and not poll.has_warned:
+        if poll.waited_s >= self.settings.join_warning_s and not poll.has_warned:
             poll.has_warned = True
-            limit_s = self.unseen_timeout_s if overdue else self.config.late_timeout_s
+            limit_s = self.unseen_timeout_s if overdue else self.settings.late_timeout_s
             _log.warning("%s This rank waits up to %g s", message, limit_s)
         return {}
 

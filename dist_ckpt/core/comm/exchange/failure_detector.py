@@ -14,13 +14,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from dist_ckpt.config import Config
 from dist_ckpt.core.comm.key_value import client_thread
 from dist_ckpt.core.comm.key_value.client_thread import Store, StoreClientThread
 from dist_ckpt.core.comm.rank_messages import Heartbeat, Question, Sighting, unpack
 from dist_ckpt.core.runtime.processes import ProcessId, ProcessState, find_state, running_time
 from dist_ckpt.core.runtime.typed_msgpack import encode
 from dist_ckpt.errors import ranks_text
+from dist_ckpt.settings import Settings
 
 # With more ranks, each rank polls less often, since all of them use one store.
 MAX_POLLS_PER_S = 20_000
@@ -32,14 +32,14 @@ OVERSHOOT = 0.15
 class PollInterval:
     """The intervals of one wait: polls become rarer; heartbeats are read at regular intervals."""
 
-    def __init__(self, world_size: int, config: Config) -> None:
+    def __init__(self, world_size: int, settings: Settings) -> None:
         self._max_pause_s = max(0.02, world_size / MAX_POLLS_PER_S)
         self._min_pause_s = max(0.0003, self._max_pause_s / 100)
-        joining_s = min(config.join_warning_s / 2, config.join_timeout_s / 4)
-        self._look_s = min(1.0, config.heartbeat_timeout_s / 10, joining_s)
+        joining_s = min(settings.join_warning_s / 2, settings.join_timeout_s / 4)
+        self._look_s = min(1.0, settings.heartbeat_timeout_s / 10, joining_s)
         self._began_at = running_time()
         self._look_at = self._began_at + self._look_s
-        self._compare_s, self._compare_at = config.join_warning_s, config.join_warning_s
+        self._compare_s, self._compare_at = settings.join_warning_s, settings.join_warning_s
         self.has_warned = False
 
     @property
@@ -147,7 +147,7 @@ class FailureDetector:
         self,
         client: StoreClientThread,
         beat_key: Callable[[int], str],
-        config: Config,
+        settings: Settings,
         witness: ProcessWitness | None = None,
     ) -> None:
         self._client = client
@@ -155,10 +155,10 @@ class FailureDetector:
         self._witness = witness or ProcessWitness(None)
         # The last question and answer about each other machine.
         self._seen_notes: dict[str, tuple[bytes | None, bytes | None]] = {}
-        self._heartbeat_timeout_s = config.heartbeat_timeout_s
-        self._late_timeout_s = config.late_timeout_s
-        self._grace_s = min(NEXT_OPERATION_WAIT_S, config.heartbeat_timeout_s / 4)
-        self._max_counted_s = config.heartbeat_timeout_s / 4  # of silence that one look may count
+        self._heartbeat_timeout_s = settings.heartbeat_timeout_s
+        self._late_timeout_s = settings.late_timeout_s
+        self._grace_s = min(NEXT_OPERATION_WAIT_S, settings.heartbeat_timeout_s / 4)
+        self._max_counted_s = settings.heartbeat_timeout_s / 4  # of silence that one look may count
         self._last_seen: dict[int, _LastSeen] = {}
 
     def read_heartbeats(self, ranks: Sequence[int]) -> None:

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from dist_ckpt.config import Config
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Exchange, SharedNotes
 from dist_ckpt.core.comm.exchange.exchange_state import STALE, ExchangeState
 from dist_ckpt.core.comm.exchange.failure_detector import PollInterval
@@ -35,6 +34,7 @@ from dist_ckpt.core.comm.rank_messages import (
 from dist_ckpt.core.runtime.typed_msgpack import encode
 from dist_ckpt.errors import CheckpointError, RankError
 from dist_ckpt.reports import IoCount
+from dist_ckpt.settings import Settings
 
 T = TypeVar("T")
 
@@ -104,7 +104,7 @@ class Coordinator:
 
         At most for half the heartbeat timeout: other ranks may be at long work.
         """
-        self._state.linger(self._state.config.heartbeat_timeout_s / 2)
+        self._state.linger(self._state.settings.heartbeat_timeout_s / 2)
 
     def clean_up(self) -> None:
         """Do nothing: other ranks may still read the answers of the operation that ends."""
@@ -163,7 +163,7 @@ class Coordinator:
         state = self._state
         envelopes = {COORDINATOR: own}
         failures: dict[int, Failure] = {}
-        poll = PollInterval(state.world_size, state.config)
+        poll = PollInterval(state.world_size, state.settings)
         while len(envelopes) < state.world_size and not failures:
             missing = [rank for rank in range(state.world_size) if rank not in envelopes]
             keys = [state.key(rank) for rank in missing]
@@ -299,7 +299,7 @@ class Participant:
         self._envelopes.append(envelope_key)
         self._is_answered = False
         state.put(envelope_key, encode(own))
-        poll = PollInterval(state.world_size, state.config)
+        poll = PollInterval(state.world_size, state.settings)
         while True:
             is_look_due = poll.is_look_due()
             if is_look_due:
@@ -355,14 +355,14 @@ class StoreChannel:
         world_size: int,
         *,
         location: RankLocation,
-        config: Config,
+        settings: Settings,
         texts: client_thread.StoreErrorTexts = client_thread.JOB_STORE_TEXTS,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.host = location.host
         self._num_exchanges = 0
-        self._state = state = ExchangeState(store, rank, world_size, location, config, texts)
+        self._state = state = ExchangeState(store, rank, world_size, location, settings, texts)
         self.notes: SharedNotes = StoreNotes(state.client)
         self._role = Coordinator(state) if rank == COORDINATOR else Participant(state)
         # Also at the end of the process: ranks that wait for this one are notified at once.
@@ -411,7 +411,7 @@ class StoreChannel:
 
     def limit_unseen_timeout(self, unseen_timeout_s: float) -> None:
         """Limit the wait for ranks that were never seen. Any thread may call it."""
-        self._state.unseen_timeout_s = min(unseen_timeout_s, self._state.config.join_timeout_s)
+        self._state.unseen_timeout_s = min(unseen_timeout_s, self._state.settings.join_timeout_s)
 
     def fail_without_others(self, why: str) -> None:
         """See `Channel.fail_without_others`."""

@@ -205,7 +205,7 @@ def prepare_shared_read(
     links = None
     with suppress(OSError):
         links = HostLinks(
-            shared_read_id, session.channel.rank, timeout_s=session.config.heartbeat_timeout_s
+            shared_read_id, session.channel.rank, timeout_s=session.settings.heartbeat_timeout_s
         )
         stack.callback(links.close)
     return links, encode(RankBlockRequests.of(session.channel.host, find_block_ranges(files)))

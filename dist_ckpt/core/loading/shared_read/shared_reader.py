@@ -56,7 +56,7 @@ def read_blocks(
     """
     try:
         if group is None:
-            return reader.read_all(session.config.threads), 0
+            return reader.read_all(session.settings.threads), 0
         return read_shared(group, reader)
     except BaseException:
         if group is not None:
@@ -189,20 +189,20 @@ def check_blocks_first(
 ) -> None:
     """Check the blocks that this rank would read. In a group the fetcher checks a shared block."""
     if group is None:
-        reader.read_all(session.config.threads)
+        reader.read_all(session.settings.threads)
         return
     work = SharedWork(group, reader.targets)
     fetched = ((planned.file, read) for planned in work.fetched_ranges() for read in planned.reads)
     reads = chain(work.local_reads(), fetched)
     with reader.name_touched():
-        parallel_for(lambda args: reader.read(*args), reads, threads=group.session.config.threads)
+        parallel_for(lambda args: reader.read(*args), reads, threads=group.session.settings.threads)
 
 
 class SharedReader:
     """One rank's side of a shared read."""
 
     def __init__(self, group: SharedReadGroup, work: SharedWork, reader: BlockReader) -> None:
-        links, threads = group.links, group.session.config.threads
+        links, threads = group.links, group.session.settings.threads
         assert links is not None, "there are ranges"
         self._work = work
         self._reader = reader

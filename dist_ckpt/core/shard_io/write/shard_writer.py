@@ -15,7 +15,6 @@ from itertools import accumulate, pairwise
 from threading import Lock
 from typing import Protocol
 
-from dist_ckpt.config import stall_timeout_s
 from dist_ckpt.core.format import checksums
 from dist_ckpt.core.planning.plan import Batch, BatchPart, FilePlan, FileReceipt
 from dist_ckpt.core.runtime.host_memory import BufferPool, address_of, copy, move
@@ -23,6 +22,7 @@ from dist_ckpt.core.runtime.threads import WORK_STALL_S, parallel_for, stream_re
 from dist_ckpt.core.shard_io.memory.cell_memory import CellSource
 from dist_ckpt.core.storage import WritableFile
 from dist_ckpt.errors import ConflictError, StorageError
+from dist_ckpt.settings import stall_timeout_s
 
 # How many prepared batches wait for a writing thread, so that the disk is always busy.
 NUM_WAITING = 2

@@ -40,9 +40,9 @@ _NEW_NAMES: Mapping[str, str] = {
 }
 
 
-def _refuse_old_names(config: type[_T]) -> type[_T]:
+def _refuse_old_names(settings: type[_T]) -> type[_T]:
     """Decorate a dataclass: its constructor raises TypeError for old names of its fields."""
-    init = config.__init__
+    init = settings.__init__
 
     @functools.wraps(init)
     def checked(self: _T, *args: object, **kwargs: object) -> None:
@@ -51,13 +51,13 @@ def _refuse_old_names(config: type[_T]) -> type[_T]:
                 raise TypeError(f"{old}= is called {new}= since dist_ckpt 0.2.0: write {new}=")
         init(self, *args, **kwargs)
 
-    config.__init__ = checked  # type: ignore[assignment, method-assign]
-    return config
+    settings.__init__ = checked  # type: ignore[assignment, method-assign]
+    return settings
 
 
 @_refuse_old_names
 @dataclass(frozen=True, slots=True)
-class Config:
+class Settings:
     """Deadlines and sizes. Raises ValueError for an invalid value.
 
     - `heartbeat_timeout_s`: a rank without a sign of life for this long counts as dead.
@@ -98,7 +98,7 @@ class Config:
     @staticmethod
     def from_environment(
         environ: Mapping[str, str] = os.environ, *, group_timeout_s: float = UNKNOWN_GROUP_TIMEOUT_S
-    ) -> Config:
+    ) -> Settings:
         """Return the defaults, changed by DIST_CKPT_HEARTBEAT_TIMEOUT_S and so on.
 
         DIST_CKPT_JOIN_TIMEOUT_S also replaces the timeout of the process group.
@@ -111,7 +111,7 @@ class Config:
                     f"{_variable(old)} is called {_variable(new)} since dist_ckpt 0.2.0: set "
                     f"{_variable(new)}, and unset {_variable(old)}"
                 )
-        defaults, options = Config(), {}
+        defaults, options = Settings(), {}
         for field in fields(defaults):
             text = environ.get(_variable(field.name))
             if text is None or field.name == "group_timeout_s":
@@ -121,7 +121,7 @@ class Config:
             except ValueError:
                 raise ValueError(f"{_variable(field.name)}={text!r} is not a number") from None
         is_explicit = "join_timeout_s" in options
-        return Config(**options, group_timeout_s=None if is_explicit else group_timeout_s)
+        return Settings(**options, group_timeout_s=None if is_explicit else group_timeout_s)
 
 
 def _variable(name: str) -> str:
