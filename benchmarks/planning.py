@@ -25,13 +25,13 @@ from benchmarks.scenario import OURS, Figure, Measure, Row, Scenario, Settings
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.planning.load.load_planner import find_request_problems, plan_load
-from dist_ckpt.core.planning.mesh import compute_cells
 from dist_ckpt.core.planning.plan import Inventory, TensorRequest
 from dist_ckpt.core.planning.save.save_planner import (
     find_local_cells,
     find_replica_groups,
     plan_rank_files,
 )
+from dist_ckpt.core.planning.tensor_views import compute_cells
 from dist_ckpt.core.runtime import typed_msgpack
 
 T = TypeVar("T")

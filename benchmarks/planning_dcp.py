@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dist_ckpt.core.format.geometry import Region, Shape
-from dist_ckpt.core.planning.mesh import compute_cells
-from dist_ckpt.core.planning.plan import Inventory, Whole
+from dist_ckpt.core.planning.plan import Inventory
+from dist_ckpt.core.planning.tensor_views import Whole, compute_cells
 
 
 def coordinate(inventory: Inventory, world_size: int) -> dict[str, float]:

@@ -39,12 +39,9 @@ from dist_ckpt.core.planning.plan import (
     FileReceipt,
     Inventory,
     NameList,
-    Parts,
     Receipt,
     TensorEntry,
     TensorRequest,
-    View,
-    Whole,
 )
 from dist_ckpt.core.planning.save.inventories import RankView, merge_views
 from dist_ckpt.core.planning.save.save_planner import (
@@ -53,6 +50,7 @@ from dist_ckpt.core.planning.save.save_planner import (
     plan_rank_files,
     plan_save,
 )
+from dist_ckpt.core.planning.tensor_views import Parts, View, Whole
 from dist_ckpt.core.runtime import typed_msgpack
 
 Work = Callable[[], object]

@@ -32,25 +32,21 @@ from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.format.index.index import Node
-from dist_ckpt.core.planning.mesh import compute_layout
-from dist_ckpt.core.planning.plan import (
-    FileReceipt,
+from dist_ckpt.core.planning.plan import FileReceipt, Inventory, NameList, SavePlan, TensorEntry
+from dist_ckpt.core.planning.save.save_planner import stored_nbytes
+from dist_ckpt.core.planning.tensor_views import (
+    AxisPlacement,
     Flattened,
-    Inventory,
     Mesh,
     MeshPlaced,
-    NameList,
     Parts,
-    Placement,
-    Replicate,
-    SavePlan,
-    Shard,
-    StridedShard,
-    TensorEntry,
+    ReplicatedAxis,
+    ShardedAxis,
+    StridedAxis,
     View,
     Whole,
+    compute_layout,
 )
-from dist_ckpt.core.planning.save.save_planner import stored_nbytes
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.saving.agreement import AgreedPlan, SaveAgreement, SaveArguments, agree
 from dist_ckpt.core.storage import Entry
@@ -160,14 +156,16 @@ def on_mesh(names: str, shape: Shape, first: int = 0) -> Mesh:
 
 def fsdp(world_size: int, count: int) -> Job:
     """FSDP2: every tensor is cut along dimension 0 over all ranks."""
-    view = MeshPlaced(on_mesh("dp", (world_size,)), (Shard(0),))
+    view = MeshPlaced(on_mesh("dp", (world_size,)), (ShardedAxis(0),))
     return alike(world_size, training_state(parameters(count), lambda *_: view))
 
 
 def hsdp(world_size: int, count: int) -> Job:
     """HSDP: replicas of groups of up to 256 ranks that cut every tensor."""
     group = min(256, world_size // 2)
-    view = MeshPlaced(on_mesh("rep dp", (world_size // group, group)), (Replicate(), Shard(0)))
+    view = MeshPlaced(
+        on_mesh("rep dp", (world_size // group, group)), (ReplicatedAxis(), ShardedAxis(0))
+    )
     return alike(world_size, training_state(parameters(count), lambda *_: view))
 
 
@@ -179,15 +177,15 @@ def fsdp_tp(world_size: int, count: int, tp: int = 8) -> Job:
 
 def _over_tp(mesh: Mesh) -> StorageLocation:
     @cache
-    def view(placements: tuple[Placement, ...]) -> View:
+    def view(placements: tuple[AxisPlacement, ...]) -> View:
         return MeshPlaced(mesh, placements)
 
     def place(name: str, shape: Shape) -> View:
         if len(shape) == 1:
-            return view((Shard(0), Replicate()))
+            return view((ShardedAxis(0), ReplicatedAxis()))
         if name.endswith(_CUT_BY_COLUMNS):
-            return view((Shard(0), Shard(1)))
-        return view((StridedShard(0, mesh.shape[1]), Shard(0)))
+            return view((ShardedAxis(0), ShardedAxis(1)))
+        return view((StridedAxis(0, mesh.shape[1]), ShardedAxis(0)))
 
     return place
 
@@ -220,7 +218,9 @@ def parts(world_size: int, count: int, *, flat: bool) -> Job:
     shapes = parameters(count)
     mesh = on_mesh("dp", (world_size,))
     cuts = {
-        shape: compute_layout(Flattened(mesh) if flat else MeshPlaced(mesh, (Shard(0),)), shape)
+        shape: compute_layout(
+            Flattened(mesh) if flat else MeshPlaced(mesh, (ShardedAxis(0),)), shape
+        )
         for shape in set(shapes.values())
     }
 

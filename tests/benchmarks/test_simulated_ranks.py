@@ -18,13 +18,13 @@ from benchmarks import simulated_ranks as simulated
 from benchmarks.simulated_ranks import Job, SimulatedSave
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Index
-from dist_ckpt.core.planning.plan import Inventory, MeshPlaced
-from dist_ckpt.core.planning.plan import Shard as PlannedShard
+from dist_ckpt.core.planning.plan import Inventory
 from dist_ckpt.core.planning.save.save_planner import (
     find_replica_groups,
     plan_all_files,
     plan_rank_files,
 )
+from dist_ckpt.core.planning.tensor_views import MeshPlaced, ShardedAxis
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.state.inventory_builder import build_inventory
 
@@ -66,7 +66,7 @@ def test_a_simulated_inventory_is_that_of_a_real_state() -> None:
             state, sharding=None, rank=0, world_size=4, group_ranks=range(4)
         ).inventory
         shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    view = MeshPlaced(simulated.on_mesh("dp", (4,)), (PlannedShard(0),))
+    view = MeshPlaced(simulated.on_mesh("dp", (4,)), (ShardedAxis(0),))
     assert simulated.training_state(shapes, lambda *_: view) == real
 
 

@@ -1,4 +1,4 @@
-"""The values that planners take and return: views of tensors, inventories, plans, receipts.
+"""The values that planners take and return: inventories, plans, receipts.
 
 An `Inventory` has meshes and placements instead of boxes, so that ranks with the same view of the
 state send the same bytes.
@@ -21,6 +21,7 @@ from dist_ckpt.core.format.geometry import (
 )
 from dist_ckpt.core.format.index.index import Catalog, Key, Node
 from dist_ckpt.core.format.shard_file import HeaderText, StoredShard
+from dist_ckpt.core.planning.tensor_views import View
 from dist_ckpt.core.runtime.typed_msgpack import Message
 
 # The id of a replica group, and the digest of each of its members, with the name.
@@ -28,67 +29,6 @@ ReplicaDigests = tuple[tuple[str, tuple[tuple[str, str], ...]], ...]
 
 
 # --- inventories -----------------------------------------------------------------------------
-
-
-class Mesh(Message, frozen=True, cache_hash=True):
-    """Ranks in a row-major array. `names` has the names of its axes, "" for an axis without one."""
-
-    names: tuple[str, ...]
-    shape: Shape
-    ranks: tuple[int, ...]
-
-
-class Replicate(Message, frozen=True, tag=True):
-    """Every rank along the mesh axis holds the same data."""
-
-
-class Shard(Message, frozen=True, tag=True):
-    """The mesh axis cuts this dimension as `torch.chunk` does."""
-
-    dim: int
-
-
-class StridedShard(Message, frozen=True, tag=True):
-    """The mesh axis cuts each of `split_factor` chunks of the dimension (FSDP2 over TP)."""
-
-    dim: int
-    split_factor: int
-
-
-Placement = Replicate | Shard | StridedShard
-
-
-class Whole(Message, frozen=True, tag=True):
-    """A tensor of which each rank holds a whole replica."""
-
-
-class MeshPlaced(Message, frozen=True, tag=True):
-    """A tensor on a mesh, with one placement for each mesh axis (DTensor)."""
-
-    mesh: Mesh
-    placements: tuple[Placement, ...]
-
-
-class Flattened(Message, frozen=True, tag=True):
-    """A tensor cut into even, row-major element ranges, one for each rank (ZeRO)."""
-
-    mesh: Mesh
-
-
-class Parts(Message, frozen=True, tag=True):
-    """Explicit cells that this rank holds (LocalShard, FlatShard, third-party shards)."""
-
-    cells: tuple[Cell, ...]
-
-
-class RuleSharded(Message, frozen=True, tag=True):
-    """A local tensor under a ShardingConfig: mesh axes `axes[d]` cut dimension d, also unevenly."""
-
-    mesh: Mesh
-    axes: tuple[tuple[int, ...], ...]
-
-
-View = Whole | MeshPlaced | Flattened | Parts | RuleSharded
 
 
 class TensorEntry(Message, frozen=True):

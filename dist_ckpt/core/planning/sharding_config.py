@@ -22,21 +22,19 @@ from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.format.index.index import Catalog, Node
 from dist_ckpt.core.format.index.index_json import parameter_ranges
-from dist_ckpt.core.planning.plan import (
+from dist_ckpt.core.planning.plan import Inventory, SavePlan, TensorEntry
+from dist_ckpt.core.planning.save.balance import assign_evenly
+from dist_ckpt.core.planning.save.save_planner import plan_save
+from dist_ckpt.core.planning.tensor_views import (
     Flattened,
-    Inventory,
     Mesh,
     MeshPlaced,
-    Replicate,
+    ReplicatedAxis,
     RuleSharded,
-    SavePlan,
-    Shard,
-    TensorEntry,
+    ShardedAxis,
     View,
     Whole,
 )
-from dist_ckpt.core.planning.save.balance import assign_evenly
-from dist_ckpt.core.planning.save.save_planner import plan_save
 
 Axes = tuple[tuple[int, ...], ...]
 
@@ -324,7 +322,7 @@ def target_view(
         if config.flat and shape and (parameter is None or parameter[1] == shape):
             return Flattened(config.ranks())
         if not config.flat and owner is not None:
-            return MeshPlaced(Mesh(("owner",), (1,), (owner,)), (Replicate(),))
+            return MeshPlaced(Mesh(("owner",), (1,), (owner,)), (ReplicatedAxis(),))
     axes = find_axes(config, name, shape, parameter)
     if not any(axes):
         return Whole()
@@ -335,7 +333,8 @@ def chunked_view(view: RuleSharded) -> MeshPlaced:
     """Return the view with the same cuts, in parts as `torch.chunk` makes them."""
     dims = {axis: dim for dim, cutting in enumerate(view.axes) for axis in cutting}
     placements = (
-        Shard(dims[axis]) if axis in dims else Replicate() for axis in range(len(view.mesh.shape))
+        ShardedAxis(dims[axis]) if axis in dims else ReplicatedAxis()
+        for axis in range(len(view.mesh.shape))
     )
     return MeshPlaced(view.mesh, tuple(placements))
 

@@ -15,9 +15,9 @@ from dist_ckpt.core.format.checksums import BLOCK_DIGEST_CHARS, Buffer, document
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.format.state_bytes import ATTEMPT, COMPONENT, EncodedDocuments, encode_documents
-from dist_ckpt.core.planning.mesh import compute_cells
-from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, Inventory, Receipt, SavePlan, Whole
+from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, Inventory, Receipt, SavePlan
 from dist_ckpt.core.planning.save.save_planner import plan_rank_files, plan_save
+from dist_ckpt.core.planning.tensor_views import Whole, compute_cells
 from dist_ckpt.core.runtime.processes import paused_collector
 from dist_ckpt.core.saving.local_save_state import encode_objects_files
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, SourceOf, write_all

@@ -13,8 +13,9 @@ from dist_ckpt.core.format.index.index import Key, Node
 from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS, parameter_ranges
 from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.planning.name_selection import SELECT_ALL, Selection
-from dist_ckpt.core.planning.plan import Flattened, Inventory, NameList, TensorEntry, View, Whole
+from dist_ckpt.core.planning.plan import Inventory, NameList, TensorEntry
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
+from dist_ckpt.core.planning.tensor_views import Flattened, View, Whole
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource, synchronize
 from dist_ckpt.core.state.fsdp1.fsdp1_optimizers import with_original_params
 from dist_ckpt.core.state.named_optimizers import (

@@ -10,15 +10,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from dist_ckpt.core.format.geometry import Cell, Region, Shape
-from dist_ckpt.core.planning.mesh import compute_cells
 from dist_ckpt.core.planning.name_selection import names_above
-from dist_ckpt.core.planning.plan import Flattened, MeshPlaced, RuleSharded, View
 from dist_ckpt.core.planning.sharding_config import (
     ShardingConfig,
     chunked_view,
     find_axes,
     find_parameter,
     strip_component,
+)
+from dist_ckpt.core.planning.tensor_views import (
+    Flattened,
+    MeshPlaced,
+    RuleSharded,
+    View,
+    compute_cells,
 )
 from dist_ckpt.core.state.tensors.local_tensors import class_name
 from dist_ckpt.core.state.tree.containers import child_name

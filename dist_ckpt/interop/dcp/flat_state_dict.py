@@ -44,7 +44,8 @@ from dist_ckpt.core.loading.shared_read.shared_read_group import (
 from dist_ckpt.core.loading.shared_read.shared_reader import read_blocks
 from dist_ckpt.core.planning.load.load_planner import plan_load
 from dist_ckpt.core.planning.name_selection import Selection, names_above
-from dist_ckpt.core.planning.plan import Inventory, TensorEntry, TensorRequest, View
+from dist_ckpt.core.planning.plan import Inventory, TensorEntry, TensorRequest
+from dist_ckpt.core.planning.tensor_views import View
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.shard_io.memory.cell_memory import Target
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorTarget, synchronize

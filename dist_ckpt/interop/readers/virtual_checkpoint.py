@@ -26,8 +26,9 @@ from dist_ckpt.core.format.index.index import FOREIGN_ATTEMPT, Index, Key, Node
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.name_selection import names_above
-from dist_ckpt.core.planning.plan import FileReceipt, Inventory, Parts, Receipt, TensorEntry, View
+from dist_ckpt.core.planning.plan import FileReceipt, Inventory, Receipt, TensorEntry
 from dist_ckpt.core.planning.save.save_planner import plan_rank_files, plan_save
+from dist_ckpt.core.planning.tensor_views import Parts, View
 from dist_ckpt.core.storage import ReadableFile, Storage, real_path
 from dist_ckpt.core.storage.virtual_files import BytesFile, ReadOnlyStorage
 from dist_ckpt.errors import CorruptError

@@ -9,9 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt.core.format.geometry import Cut, Flat, Grid, Region, Regions, Shape
-from dist_ckpt.core.planning.plan import Mesh, MeshPlaced, Replicate, SavePlan, Shard, Whole
+from dist_ckpt.core.planning.plan import SavePlan
 from dist_ckpt.core.planning.save.balance import cell_numels
 from dist_ckpt.core.planning.save.save_planner import find_replica_groups, plan_save, stored_nbytes
+from dist_ckpt.core.planning.tensor_views import (
+    Mesh,
+    MeshPlaced,
+    ReplicatedAxis,
+    ShardedAxis,
+    Whole,
+)
 from long_mode import examples
 from tilings import Tiling, bodies, inventory_of, of_view
 
@@ -46,7 +53,7 @@ def test_small_replicas_fill_up_what_a_few_large_ones_leave_uneven() -> None:
 
 def test_small_replicas_beside_large_shards_lie_in_a_few_files() -> None:
     mesh = Mesh(("fsdp",), (8,), tuple(range(8)))
-    tilings = {"model.w": of_view(MeshPlaced(mesh, (Shard(0),)), mesh.ranks, (8 * 1024, 10))}
+    tilings = {"model.w": of_view(MeshPlaced(mesh, (ShardedAxis(0),)), mesh.ranks, (8 * 1024, 10))}
     tilings |= {f"model.{n}": replicated((1,), 8) for n in range(20)}
     plan = plan_save(bodies([inventory_of(tilings, rank) for rank in range(8)]), 8)
     nbytes = written(plan)
@@ -63,7 +70,7 @@ def test_ranks_that_store_much_of_their_own_store_fewer_replicas() -> None:
 
 def test_replicated_shards_are_stored_evenly_whatever_the_number_of_cells() -> None:
     mesh = Mesh(("dp", "tp"), (4, 2), tuple(range(8)))
-    tiling = of_view(MeshPlaced(mesh, (Replicate(), Shard(0))), mesh.ranks, (16, 5))
+    tiling = of_view(MeshPlaced(mesh, (ReplicatedAxis(), ShardedAxis(0))), mesh.ranks, (16, 5))
     tilings = {f"model.{n}": tiling for n in range(40)}
     plan = plan_save(bodies([inventory_of(tilings, rank) for rank in range(8)]), 8)
     assert set(written(plan).values()) == {40 * 16 * 5 * 4 // 8}

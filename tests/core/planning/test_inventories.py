@@ -7,21 +7,14 @@ from msgspec.structs import replace
 
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.format.index.index import Component, Node
-from dist_ckpt.core.planning.plan import (
-    Inventory,
-    NameList,
-    Parts,
-    ReplicaGroup,
-    SavePlan,
-    TensorEntry,
-    Whole,
-)
+from dist_ckpt.core.planning.plan import Inventory, NameList, ReplicaGroup, SavePlan, TensorEntry
 from dist_ckpt.core.planning.save.save_planner import (
     find_local_cells,
     find_replica_groups,
     plan_rank_files,
     plan_save,
 )
+from dist_ckpt.core.planning.tensor_views import Parts, Whole
 from tilings import Tiling, inventory_of
 
 WHOLE = Tiling((2, 3), {0: (Whole(), (2, 3))}, {0: (Region.whole((2, 3)),)})

@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 from dist_ckpt.core.format.geometry import Cell, ElementRange, Flat, Grid, Region, Regions, Shape
-from dist_ckpt.core.planning.plan import (
+from dist_ckpt.core.planning.save.inventories import RankView, merge_views
+from dist_ckpt.core.planning.tensor_views import (
     Flattened,
     Mesh,
     MeshPlaced,
     Parts,
-    Replicate,
+    ReplicatedAxis,
     RuleSharded,
-    Shard,
+    ShardedAxis,
     View,
     Whole,
 )
-from dist_ckpt.core.planning.save.inventories import RankView, merge_views
 from tilings import line
 
 
@@ -42,14 +42,17 @@ def test_whole_tensors_are_replicas_of_each_other() -> None:
 
 def test_equal_cuts_of_several_meshes_are_replicas() -> None:
     shares = [
-        share(MeshPlaced(line(0, 1), (Shard(0),)), (4,), 0, 1),
-        share(MeshPlaced(line(2, 3), (Shard(0),)), (4,), 2, 3),
+        share(MeshPlaced(line(0, 1), (ShardedAxis(0),)), (4,), 0, 1),
+        share(MeshPlaced(line(2, 3), (ShardedAxis(0),)), (4,), 2, 3),
     ]
     assert merge_views(shares)[1].holders == ((0, 2), (1, 3))
 
 
 def test_replicated_on_a_mesh_and_whole_elsewhere_are_replicas() -> None:
-    shares = [share(MeshPlaced(line(2, 0), (Replicate(),)), (4,), 0, 2), share(Whole(), (4,), 1)]
+    shares = [
+        share(MeshPlaced(line(2, 0), (ReplicatedAxis(),)), (4,), 0, 2),
+        share(Whole(), (4,), 1),
+    ]
     assert merge_views(shares)[1].holders == ((0, 1, 2),)
 
 
@@ -74,7 +77,7 @@ def test_uneven_ranges_of_elements_are_flat() -> None:
 
 
 def test_explicit_parts_fit_the_cells_of_a_mesh() -> None:
-    view = MeshPlaced(line(0, 1), (Shard(0),))
+    view = MeshPlaced(line(0, 1), (ShardedAxis(0),))
     shares = [share(view, (4,), 0, 1), share(Parts((Region((2,), (2,)),)), (4,), 2)]
     assert merge_views(shares)[1].holders == ((0,), (1, 2))
 
@@ -85,14 +88,14 @@ def test_an_empty_tensor_is_held_by_those_who_say_so() -> None:
 
 
 def test_a_rank_outside_the_mesh_holds_nothing() -> None:
-    view = MeshPlaced(line(1, 2), (Shard(0),))
+    view = MeshPlaced(line(1, 2), (ShardedAxis(0),))
     shares = [share(view, (4,), 1, 2, 3), share(Parts(()), (4,), 0)]
     assert merge_views(shares)[1].holders == ((1,), (2,))
 
 
 def test_replicas_are_those_whose_states_have_the_tensor() -> None:
     mesh = Mesh(("dp", "tp"), (2, 2), (0, 1, 2, 3))
-    view = MeshPlaced(mesh, (Replicate(), Shard(0)))
+    view = MeshPlaced(mesh, (ReplicatedAxis(), ShardedAxis(0)))
     assert merge_views([share(view, (4,), 0, 1, 3)])[1].holders == ((0,), (1, 3))
 
 
@@ -140,7 +143,7 @@ def test_a_stage_of_a_pipeline_holds_its_tensors_alone() -> None:
         ),
         (parts((8,), None, None), "the states of ranks 0-1 name it, but no rank holds a part"),
         (
-            [share(MeshPlaced(line(0, 1, 2), (Shard(0),)), (6,), 0, 2)],
+            [share(MeshPlaced(line(0, 1, 2), (ShardedAxis(0),)), (6,), 0, 2)],
             r"in the mesh, \[2:4\] is on rank 1\. But only the state of ranks 0, 2 has",
         ),
         (

@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 
 from dist_ckpt.core.format.geometry import Cell, ElementRange, Flat, Grid, Region, Regions, Shape
 from dist_ckpt.core.planning.load.load_planner import find_request_problems, plan_load
-from dist_ckpt.core.planning.mesh import compute_layout
-from dist_ckpt.core.planning.plan import (
+from dist_ckpt.core.planning.plan import TensorRequest
+from dist_ckpt.core.planning.save import balance
+from dist_ckpt.core.planning.save.save_planner import plan_save
+from dist_ckpt.core.planning.tensor_views import (
+    AxisPlacement,
     Flattened,
     Mesh,
     MeshPlaced,
     Parts,
-    Placement,
-    Replicate,
-    Shard,
-    TensorRequest,
+    ReplicatedAxis,
+    ShardedAxis,
     Whole,
+    compute_layout,
 )
-from dist_ckpt.core.planning.save import balance
-from dist_ckpt.core.planning.save.save_planner import plan_save
 from dist_ckpt.errors import CorruptError
 from long_mode import examples
 from tilings import (
@@ -133,7 +133,7 @@ def test_a_pinwheel_of_regions_loads_into_rows_and_columns() -> None:
     plan, _ = save({"model.w": saved}, WORLD)
     assert isinstance(plan.catalog.layouts[0].cut, Regions)
     for dim in (0, 1):
-        assert_loads(saved, of_view(MeshPlaced(mesh, (Shard(dim),)), mesh.ranks, (3, 3)))
+        assert_loads(saved, of_view(MeshPlaced(mesh, (ShardedAxis(dim),)), mesh.ranks, (3, 3)))
 
 
 def test_a_long_region_is_found_behind_short_ones() -> None:
@@ -163,7 +163,7 @@ def one_tensor(view: MeshPlaced | Flattened | Whole, shape: Shape, world_size: i
 
 
 def test_only_the_shards_that_hold_wanted_rows_are_read() -> None:
-    plan, _ = save({"model.w": one_tensor(MeshPlaced(line(8), (Shard(0),)), (64, 4), 8)}, 8)
+    plan, _ = save({"model.w": one_tensor(MeshPlaced(line(8), (ShardedAxis(0),)), (64, 4), 8)}, 8)
     want = TensorRequest("model.w", "float32", (64, 4), (Region((20, 1), (5, 2)),))
     reads = plan_load(index_of(plan), [want])
     assert [*reads] == [2, 3]
@@ -223,7 +223,7 @@ def test_all_problems_are_listed_at_once() -> None:
 
 
 def test_an_index_that_lacks_a_needed_file_is_corrupt() -> None:
-    plan, _ = save({"model.w": one_tensor(MeshPlaced(line(4), (Shard(0),)), (8,), 4)}, 4)
+    plan, _ = save({"model.w": one_tensor(MeshPlaced(line(4), (ShardedAxis(0),)), (8,), 4)}, 4)
     index = index_of(plan)
     broken = replace(index, files=index.files[:2])
     want = TensorRequest("model.w", "float32", (8,), (Region((0,), (8,)),))
@@ -235,7 +235,7 @@ def test_an_index_that_lacks_a_needed_file_is_corrupt() -> None:
 
 def test_one_rank_of_many_plans_its_part_of_a_large_checkpoint() -> None:
     saving, loading = 4096, 1024
-    view = MeshPlaced(line(saving), (Shard(0),))
+    view = MeshPlaced(line(saving), (ShardedAxis(0),))
     names = [f"model.{n}.w" for n in range(300)]
     tilings = dict.fromkeys(names, of_view(view, [0], (8192, 16)))
     inventory = inventory_of(tilings, 0)
@@ -245,13 +245,16 @@ def test_one_rank_of_many_plans_its_part_of_a_large_checkpoint() -> None:
     reads = plan_load(index, wanted)
     assert [index.files[file].rank for file in reads] == [308, 309, 310, 311]
     assert all(len(items) == 300 for items in reads.values())
-    assert compute_layout(MeshPlaced(line(loading), (Shard(0),)), (8192, 16)).cell(77) == cells[0]
+    assert (
+        compute_layout(MeshPlaced(line(loading), (ShardedAxis(0),)), (8192, 16)).cell(77)
+        == cells[0]
+    )
 
 
-@pytest.mark.parametrize("saving", [Shard(0), Replicate()])
-@pytest.mark.parametrize("loading", [Shard(0), Replicate()])
+@pytest.mark.parametrize("saving", [ShardedAxis(0), ReplicatedAxis()])
+@pytest.mark.parametrize("loading", [ShardedAxis(0), ReplicatedAxis()])
 def test_a_cell_that_is_stored_as_it_is_wanted_is_a_whole_match(
-    saving: Placement, loading: Placement
+    saving: AxisPlacement, loading: AxisPlacement
 ) -> None:
     tilings = {"model.w": of_view(MeshPlaced(line(2), (saving,)), [0], (4, 2))}
     index = index_of(plan_save([(inventory_of(tilings, 0), (0, 1))], 2))
@@ -263,7 +266,7 @@ def test_a_cell_that_is_stored_as_it_is_wanted_is_a_whole_match(
 
 def test_cells_of_a_replicated_grid_are_read_from_the_rank_that_stored_them() -> None:
     mesh = Mesh(("dp", "tp"), (2, 2), (0, 1, 2, 3))
-    view = MeshPlaced(mesh, (Replicate(), Shard(0)))
+    view = MeshPlaced(mesh, (ReplicatedAxis(), ShardedAxis(0)))
     plan, files = save({f"model.{n}": one_tensor(view, (4, 2), 4) for n in range(5)}, 4)
     assert isinstance(plan.catalog.layouts[0].cut, Grid)
     index = index_of(plan)

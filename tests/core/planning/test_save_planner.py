@@ -13,15 +13,7 @@ from msgspec.structs import replace
 
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.geometry import ElementRange, Region, Shape, check_cut
-from dist_ckpt.core.planning.plan import (
-    Mesh,
-    MeshPlaced,
-    Parts,
-    Replicate,
-    Shard,
-    TensorEntry,
-    Whole,
-)
+from dist_ckpt.core.planning.plan import TensorEntry
 from dist_ckpt.core.planning.save import balance
 from dist_ckpt.core.planning.save.save_planner import (
     find_local_cells,
@@ -31,6 +23,14 @@ from dist_ckpt.core.planning.save.save_planner import (
     plan_rank_files,
     plan_save,
     stored_nbytes,
+)
+from dist_ckpt.core.planning.tensor_views import (
+    Mesh,
+    MeshPlaced,
+    Parts,
+    ReplicatedAxis,
+    ShardedAxis,
+    Whole,
 )
 from long_mode import examples
 from tilings import bodies, elements_of, inventory_of, of_view, random_tiling, randoms, save, shapes
@@ -142,7 +142,7 @@ def test_flat_parts_of_one_tensor_on_all_ranks_are_one_layout() -> None:
 def test_a_plan_for_thousands_of_ranks_shares_its_layouts() -> None:
     world = 4096
     mesh = Mesh(("replica", "shard"), (16, 256), tuple(range(world)))
-    views = (MeshPlaced(mesh, (Replicate(), Shard(0))), Whole())
+    views = (MeshPlaced(mesh, (ReplicatedAxis(), ShardedAxis(0))), Whole())
     sizes = [(4096, 128), (4096,), (11008, 128)]
     entries = tuple(
         TensorEntry(f"model.{n}.w", "bfloat16", sizes[n % 3], n % 7 == 0, 0) for n in range(900)

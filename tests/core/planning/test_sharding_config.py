@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt.core.format.geometry import Shape
-from dist_ckpt.core.planning.plan import Mesh
 from dist_ckpt.core.planning.sharding_config import (
     Axes,
     ShardingConfig,
@@ -20,6 +19,7 @@ from dist_ckpt.core.planning.sharding_config import (
     find_parameter,
     strip_component,
 )
+from dist_ckpt.core.planning.tensor_views import Mesh
 
 GRID = {"dp": 2, "tp": 4}
 

@@ -9,19 +9,19 @@ from msgspec.structs import replace
 
 from dist_ckpt.core.format.geometry import Grid, Layout, Region, Shape
 from dist_ckpt.core.format.index.index import Catalog, Component, TensorRecord
-from dist_ckpt.core.planning.plan import (
-    Flattened,
-    Mesh,
-    MeshPlaced,
-    Replicate,
-    Shard,
-    TensorEntry,
-    View,
-    Whole,
-)
+from dist_ckpt.core.planning.plan import TensorEntry
 from dist_ckpt.core.planning.save.balance import assign_evenly
 from dist_ckpt.core.planning.save.save_planner import plan_rank_files, plan_save
 from dist_ckpt.core.planning.sharding_config import ShardingConfig, target_view, target_views
+from dist_ckpt.core.planning.tensor_views import (
+    Flattened,
+    Mesh,
+    MeshPlaced,
+    ReplicatedAxis,
+    ShardedAxis,
+    View,
+    Whole,
+)
 from tilings import inventory_of
 
 GRID = ShardingConfig({"dp": 2, "tp": 2}, {"*.weight": {"tp": 0, "dp": 0}, "*.bias": {"tp": 0}})
@@ -58,9 +58,9 @@ ADAM = catalog_of(
 
 
 def test_a_load_gets_the_parts_that_torch_chunk_makes() -> None:
-    both = MeshPlaced(MESH, (Shard(0), Shard(0)))
+    both = MeshPlaced(MESH, (ShardedAxis(0), ShardedAxis(0)))
     assert target_view(GRID, "a.weight", (7, 2)) == both
-    assert target_view(GRID, "a.bias", (7,)) == MeshPlaced(MESH, (Replicate(), Shard(0)))
+    assert target_view(GRID, "a.bias", (7,)) == MeshPlaced(MESH, (ReplicatedAxis(), ShardedAxis(0)))
     assert target_view(GRID, "a.scale", (7,)) == Whole()
     under = ("a.weight", (7, 2))
     assert target_view(GRID, "state.a.weight.m", (7, 2), parameter=under) == both
@@ -69,7 +69,7 @@ def test_a_load_gets_the_parts_that_torch_chunk_makes() -> None:
 
 def test_an_even_reshard_cuts_all_that_has_a_dimension() -> None:
     views = target_views(ShardingConfig.even(4), ADAM)
-    rows = MeshPlaced(LINE, (Shard(0),))
+    rows = MeshPlaced(LINE, (ShardedAxis(0),))
     assert views["model.b.bias"] == rows
     assert views["optim.state.a.weight.exp_avg"] == rows
     assert views["optim.state.a.weight.factor"] == Whole()
@@ -80,7 +80,7 @@ def test_an_even_reshard_cuts_all_that_has_a_dimension() -> None:
 def test_rules_of_a_reshard_hold_for_optimizer_state() -> None:
     config = ShardingConfig.tensor_parallel(4, {"*.weight": 1})
     views = target_views(config, ADAM)
-    columns = MeshPlaced(Mesh(("tp",), (4,), (0, 1, 2, 3)), (Shard(1),))
+    columns = MeshPlaced(Mesh(("tp",), (4,), (0, 1, 2, 3)), (ShardedAxis(1),))
     assert views["model.a.weight"] == columns
     assert views["optim.state.a.weight.exp_avg"] == columns
     assert views["optim.state.b.bias.exp_avg"] == Whole()
@@ -98,7 +98,7 @@ def test_state_of_an_optimizer_over_several_modules_finds_its_parameters() -> No
     )
     config = ShardingConfig.tensor_parallel(2, {"w": 0})
     views = target_views(config, catalog)
-    assert set(views.values()) == {MeshPlaced(Mesh(("tp",), (2,), (0, 1)), (Shard(0),))}
+    assert set(views.values()) == {MeshPlaced(Mesh(("tp",), (2,), (0, 1)), (ShardedAxis(0),))}
 
 
 def owner(view: View) -> int | None:

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.format.index.index import Node
 from dist_ckpt.core.format.objects.plain_types import ArrayValue
-from dist_ckpt.core.planning import plan
+from dist_ckpt.core.planning import tensor_views
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory
 from dist_ckpt.core.state.wrappers import RNG, LocalShard, Named, PerRank
@@ -315,9 +315,9 @@ def test_a_dtensor_describes_its_mesh_and_a_fully_sharded_module_its_optimizer(m
     optimizer.step()
     local = taken({"model": model, "optim": optimizer}, rank=1, world_size=4, group_ranks=range(4))
     views = {e.fqn: local.inventory.views[e.view] for e in local.inventory.tensors}
-    assert isinstance(views["model.weight"], plan.MeshPlaced)
+    assert isinstance(views["model.weight"], tensor_views.MeshPlaced)
     assert views["optim.state.model.weight.exp_avg"] == views["model.weight"]
-    assert views["optim.state.model.weight.step"] == plan.Whole()
+    assert views["optim.state.model.weight.step"] == tensor_views.Whole()
     assert local.inventory.mesh == (("dp", 2),)
 
 
@@ -351,7 +351,7 @@ def test_a_rule_holds_for_a_parameter_and_for_what_is_stored_under_it() -> None:
         group_ranks=range(4),
     )
     views = {e.fqn: local.inventory.views[e.view] for e in local.inventory.tensors}
-    ruled = {fqn for fqn, view in views.items() if isinstance(view, plan.RuleSharded)}
+    ruled = {fqn for fqn, view in views.items() if isinstance(view, tensor_views.RuleSharded)}
     assert ruled == {
         "model.wq.weight",
         "nested.optim.state.model.wq.weight.exp_avg",
@@ -375,9 +375,9 @@ def test_flat_parts_of_zero_have_the_shape_of_their_parameter() -> None:
     }
     local = taken(state, sharding=config, world_size=2, group_ranks=range(2))
     entries = {e.fqn: (e.shape, local.inventory.views[e.view]) for e in local.inventory.tensors}
-    assert entries["optim.state.w.exp_avg"] == ((3, 3), plan.Flattened(config.ranks()))
-    assert entries["model.w"] == ((3, 3), plan.Whole())
-    assert entries["optim.state.w.step"] == ((), plan.Whole())
+    assert entries["optim.state.w.exp_avg"] == ((3, 3), tensor_views.Flattened(config.ranks()))
+    assert entries["model.w"] == ((3, 3), tensor_views.Whole())
+    assert entries["optim.state.w.step"] == ((), tensor_views.Whole())
 
 
 class Biased(nn.Module):
@@ -425,10 +425,10 @@ def test_buffers_and_tensors_with_their_own_shape_are_replicas_beside_flat_parts
     }
     local = taken(state, sharding=config, world_size=2, group_ranks=range(2))
     entries = {e.fqn: (e.shape, local.inventory.views[e.view]) for e in local.inventory.tensors}
-    assert entries["model.bias"] == ((4,), plan.Flattened(config.ranks()))
-    assert entries["model.mean"] == ((3,), plan.Whole())
-    assert entries["mask"] == ((2,), plan.Whole())
-    assert entries["array"] == ((2,), plan.Whole())
+    assert entries["model.bias"] == ((4,), tensor_views.Flattened(config.ranks()))
+    assert entries["model.mean"] == ((3,), tensor_views.Whole())
+    assert entries["mask"] == ((2,), tensor_views.Whole())
+    assert entries["array"] == ((2,), tensor_views.Whole())
 
 
 def test_flat_parts_of_other_shapes_are_not_one_tensor_though_they_share_memory() -> None:
@@ -448,7 +448,7 @@ def test_local_shards_are_parts() -> None:
     (entry,) = local.inventory.tensors
     (view,) = local.inventory.views
     assert entry.shape == (4, 3)
-    assert view == plan.Parts((Region((2, 0), (2, 3)),))
+    assert view == tensor_views.Parts((Region((2, 0), (2, 3)),))
 
 
 def test_the_mapping_may_be_any_mapping() -> None:

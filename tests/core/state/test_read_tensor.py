@@ -17,8 +17,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dist_ckpt.core.format.geometry import ElementRange, Region
-from dist_ckpt.core.planning import plan
-from dist_ckpt.core.planning.mesh import compute_cells
+from dist_ckpt.core.planning import tensor_views
+from dist_ckpt.core.planning.tensor_views import compute_cells
 from dist_ckpt.core.runtime.torch_private import AsyncCollectiveTensor, ShardedTensor, StridedShard
 from dist_ckpt.core.shard_io.memory.torch_tensor import slices_of
 from dist_ckpt.core.state.tensors import dtensors
@@ -96,7 +96,7 @@ def test_every_placement_on_a_line_of_ranks_is_read_as_torch_cuts_it(on_ranks, p
         held = describe_source(tensor, "w", rank=rank, group=range(3))
         check_parts(held, full)
         assert held.dtype == "int64"
-        assert isinstance(held.view, plan.MeshPlaced)
+        assert isinstance(held.view, tensor_views.MeshPlaced)
         assert compute_cells(held.view, rank, shape) == held.cells
         for cell in held.cells:
             assert isinstance(cell, Region)
@@ -197,7 +197,7 @@ def test_a_shape_that_reads_in_two_ways_is_given_as_explicit_cells(on_ranks):
         for size in (7, 12):
             tensor = distribute_tensor(numbered(size), mesh, placements, src_data_rank=None)
             views.add((size, type(describe_source(tensor, "w", rank=rank, group=range(6)).view)))
-    assert views == {(7, plan.Parts), (12, plan.MeshPlaced)}
+    assert views == {(7, tensor_views.Parts), (12, tensor_views.MeshPlaced)}
 
 
 def test_a_rank_that_cannot_tell_what_it_holds_says_so(on_ranks):
@@ -225,8 +225,9 @@ def test_ranks_of_a_mesh_are_named_by_their_number_in_the_group(on_ranks):
         if rank not in group:
             continue
         held = describe_source(tensor, "w", rank=group.index(rank), group=group)
-        assert held.view == plan.MeshPlaced(
-            plan.Mesh(("", ""), (2, 2), (3, 1, 2, 0)), (plan.Shard(0), plan.Replicate())
+        assert held.view == tensor_views.MeshPlaced(
+            tensor_views.Mesh(("", ""), (2, 2), (3, 1, 2, 0)),
+            (tensor_views.ShardedAxis(0), tensor_views.ReplicatedAxis()),
         )
         assert held.cells == (Region((0 if rank in (6, 2) else 2, 0), (2, 3)),)
 
@@ -245,8 +246,8 @@ def test_every_rank_sees_its_own_slice_of_a_mesh(on_ranks):
         tensor = distribute_tensor(numbered(4), mesh["tp"], [Shard(0)], src_data_rank=None)
         held = describe_source(tensor, "w", rank=rank, group=range(4))
         first = rank // 2 * 2
-        assert isinstance(held.view, plan.MeshPlaced)
-        assert held.view.mesh == plan.Mesh(("tp",), (2,), (first, first + 1))
+        assert isinstance(held.view, tensor_views.MeshPlaced)
+        assert held.view.mesh == tensor_views.Mesh(("tp",), (2,), (first, first + 1))
         assert held.cells == (Region((rank % 2 * 2,), (2,)),)
 
 
@@ -321,7 +322,7 @@ def test_a_sharded_tensor_holds_its_local_shards(on_ranks):
         )
         held = describe_source(tensor, "w", rank=rank, group=range(2))
         assert (held.dtype, len(held.cells)) == ("bfloat16", 1)
-        assert held.view == plan.Parts(held.cells)
+        assert held.view == tensor_views.Parts(held.cells)
         check_parts(held, full)
 
 
@@ -392,16 +393,16 @@ def test_a_third_party_class_is_asked_for_its_parts():
 def test_a_plain_tensor_is_held_whole(shape):
     held = alone(torch.nn.Buffer(torch.ones(shape)))
     assert held.cells == (Region.whole(shape),)
-    assert (held.dtype, held.shape, held.view) == ("float32", shape, plan.Whole())
+    assert (held.dtype, held.shape, held.view) == ("float32", shape, tensor_views.Whole())
 
 
 def test_local_shards_are_explicit_cells():
     full = numbered(6, 4)
     held = alone(LocalShard(full[2:4, 1:], (6, 4), (2, 1)))
-    assert held.view == plan.Parts((Region((2, 1), (2, 3)),))
+    assert held.view == tensor_views.Parts((Region((2, 1), (2, 3)),))
     check_parts(held, full)
     held = alone(FlatShard(full.view(-1)[5:17], (6, 4), 5))
-    assert held.view == plan.Parts((ElementRange(5, 17),))
+    assert held.view == tensor_views.Parts((ElementRange(5, 17),))
     check_parts(held, full)
     held = alone(FlatShard(full[1:3], (6, 4), 4))
     assert held.parts[0].shape == (8,)

@@ -35,8 +35,9 @@ from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.geometry import Grid, Layout, Shape
 from dist_ckpt.core.format.index.index import Node
 from dist_ckpt.core.format.objects import objects_file
-from dist_ckpt.core.planning.plan import Inventory, Mesh, MeshPlaced, Shard, TensorEntry, Whole
+from dist_ckpt.core.planning.plan import Inventory, TensorEntry
 from dist_ckpt.core.planning.save.save_planner import plan_rank_files
+from dist_ckpt.core.planning.tensor_views import Mesh, MeshPlaced, ShardedAxis, Whole
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.saving.agreement import build_plan
 from dist_ckpt.reports import SaveReport
@@ -63,7 +64,7 @@ class State:
         inventory = Inventory(
             mesh=(("dp", world_size),),
             components=("model",),
-            views=(MeshPlaced(mesh, (Shard(0),)), Whole()),
+            views=(MeshPlaced(mesh, (ShardedAxis(0),)), Whole()),
             tensors=(*entries, TensorEntry("model.b", "float32", (5,), 1, 0)),
             aliases=(),
             values=("step",),

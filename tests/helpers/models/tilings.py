@@ -17,29 +17,26 @@ from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, Shape, row_major_strides
 from dist_ckpt.core.format.index.index import Index, Node, ShardFileRecord
 from dist_ckpt.core.planning.load.load_planner import plan_load
-from dist_ckpt.core.planning.mesh import compute_cells
-from dist_ckpt.core.planning.plan import (
-    Flattened,
-    Inventory,
-    Mesh,
-    MeshPlaced,
-    Parts,
-    Placement,
-    Replicate,
-    RuleSharded,
-    SavePlan,
-    Shard,
-    StridedShard,
-    TensorEntry,
-    TensorRequest,
-    View,
-    Whole,
-)
+from dist_ckpt.core.planning.plan import Inventory, SavePlan, TensorEntry, TensorRequest
 from dist_ckpt.core.planning.save.save_planner import (
     find_local_cells,
     plan_rank_files,
     plan_save,
     stored_nbytes,
+)
+from dist_ckpt.core.planning.tensor_views import (
+    AxisPlacement,
+    Flattened,
+    Mesh,
+    MeshPlaced,
+    Parts,
+    ReplicatedAxis,
+    RuleSharded,
+    ShardedAxis,
+    StridedAxis,
+    View,
+    Whole,
+    compute_cells,
 )
 
 shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
@@ -77,13 +74,13 @@ def random_mesh(random: Random, world_size: int) -> Mesh:
             return Mesh(tuple("xyz"[: len(sizes)]), sizes, tuple(ranks))
 
 
-def random_placement(random: Random, ndim: int) -> Placement:
+def random_placement(random: Random, ndim: int) -> AxisPlacement:
     kind = random.randint(0, 3) if ndim else 0
     if kind == 0:
-        return Replicate()
+        return ReplicatedAxis()
     if kind == 3:
-        return StridedShard(random.randrange(ndim), random.randint(1, 5))
-    return Shard(random.randrange(ndim))
+        return StridedAxis(random.randrange(ndim), random.randint(1, 5))
+    return ShardedAxis(random.randrange(ndim))
 
 
 def of_view(view: View, ranks: Iterable[int], shape: Shape) -> Tiling:

@@ -30,16 +30,18 @@ from dist_ckpt.core.format.geometry import (
     row_major_strides,
 )
 from dist_ckpt.core.format.index.index import Component, Key, Node, TensorRecord
-from dist_ckpt.core.planning.mesh import cell_holders, compute_layout, mesh_positions, whole_layout
-from dist_ckpt.core.planning.plan import (
+from dist_ckpt.core.planning.plan import Inventory, NameList
+from dist_ckpt.core.planning.tensor_views import (
     Flattened,
-    Inventory,
     Mesh,
     MeshPlaced,
-    NameList,
     Parts,
     RuleSharded,
     View,
+    cell_holders,
+    compute_layout,
+    mesh_positions,
+    whole_layout,
 )
 from dist_ckpt.errors import ranks_text
 

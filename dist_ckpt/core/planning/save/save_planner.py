@@ -17,22 +17,19 @@ from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Cell, ElementRange, Layout, Region, Shape, check_shape
 from dist_ckpt.core.format.index.index import Catalog, TensorRecord
 from dist_ckpt.core.format.shard_file import arrange_shards, header_text
-from dist_ckpt.core.planning.mesh import compute_cells
 from dist_ckpt.core.planning.plan import (
     Batch,
     BatchPart,
     FilePlan,
     Inventory,
-    Parts,
     ReplicaGroup,
-    RuleSharded,
     SavePlan,
     TensorEntry,
-    View,
 )
 from dist_ckpt.core.planning.save import inventories
 from dist_ckpt.core.planning.save.balance import TensorOwnership, balance, cell_numels
 from dist_ckpt.core.planning.save.inventories import RankView, difference_text, merge_views
+from dist_ckpt.core.planning.tensor_views import Parts, RuleSharded, View, compute_cells
 from dist_ckpt.errors import remedy_of_parts
 
 # Smaller blocks are copied together for one write: a copy costs less than a system call.

@@ -18,9 +18,9 @@ import torch
 
 from dist_ckpt.core.format.geometry import Cell, Region, Shape
 from dist_ckpt.core.format.index.index import TensorRecord
-from dist_ckpt.core.planning.mesh import compute_cells
 from dist_ckpt.core.planning.name_selection import Selection
-from dist_ckpt.core.planning.plan import Flattened, RuleSharded, TensorRequest, Whole
+from dist_ckpt.core.planning.plan import TensorRequest
+from dist_ckpt.core.planning.tensor_views import Flattened, RuleSharded, Whole, compute_cells
 from dist_ckpt.core.shard_io.memory.cell_memory import Target
 from dist_ckpt.core.shard_io.memory.torch_tensor import (
     CastTarget,

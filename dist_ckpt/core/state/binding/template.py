@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from dist_ckpt.core.format.index.index import Key
 from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.planning.name_selection import Selection
-from dist_ckpt.core.planning.plan import View
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
+from dist_ckpt.core.planning.tensor_views import View
 from dist_ckpt.core.state.fsdp1.fsdp1_optimizers import with_original_params
 from dist_ckpt.core.state.named_optimizers import ParameterName, name_parameters, state_names
 from dist_ckpt.core.state.optimizer_state import GROUPS

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from dist_ckpt.core.format.geometry import Cell, Region, Shape
-from dist_ckpt.core.planning import plan
-from dist_ckpt.core.planning.mesh import compute_cells, possible_views
+from dist_ckpt.core.planning import tensor_views
+from dist_ckpt.core.planning.tensor_views import compute_cells, possible_views
 from dist_ckpt.core.runtime.torch_private import StridedShard, cuts_strided_alike
 from dist_ckpt.core.shard_io.memory.torch_tensor import slices_of
 from dist_ckpt.core.state.tensors.local_tensors import class_name
@@ -37,19 +37,19 @@ def dtensor_like(value: DTensor, local: torch.Tensor) -> DTensor:
     )
 
 
-def plan_placement(placement: Placement, value: DTensor, fqn: str) -> plan.Placement:
+def plan_placement(placement: Placement, value: DTensor, fqn: str) -> tensor_views.AxisPlacement:
     """Convert a torch placement to a plan's placement.
 
     Raises ValueError for a Partial placement, TypeError for an unknown one.
     """
     match placement:
         case Replicate():
-            return plan.Replicate()
+            return tensor_views.ReplicatedAxis()
         # Before Shard: in some versions of torch StridedShard is a subclass of Shard.
         case StridedShard():
-            return plan.StridedShard(placement.dim % value.ndim, int(placement.split_factor))
+            return tensor_views.StridedAxis(placement.dim % value.ndim, int(placement.split_factor))
         case Shard():
-            return plan.Shard(placement.dim % value.ndim)
+            return tensor_views.ShardedAxis(placement.dim % value.ndim)
         case Partial():
             raise ValueError(
                 f"{fqn}: a DTensor under {placement!r} is not yet summed up over its mesh: "
@@ -61,7 +61,7 @@ def plan_placement(placement: Placement, value: DTensor, fqn: str) -> plan.Place
     )
 
 
-def plan_mesh(mesh: DeviceMesh, group: tuple[int, ...], fqn: str) -> plan.Mesh | None:
+def plan_mesh(mesh: DeviceMesh, group: tuple[int, ...], fqn: str) -> tensor_views.Mesh | None:
     """Return the mesh in ranks of the group; None if torch hides the ranks."""
     # Slices of one mesh compare equal although their ranks differ. This rank is part of the cache
     # key, and selects its slice.
@@ -74,7 +74,7 @@ def plan_mesh(mesh: DeviceMesh, group: tuple[int, ...], fqn: str) -> plan.Mesh |
 
 # A job has a few meshes and thousands of tensors, and a mesh may have thousands of ranks.
 @lru_cache(maxsize=64)
-def _mesh_in(mesh: DeviceMesh, _own_rank: int, group: tuple[int, ...]) -> plan.Mesh | None:
+def _mesh_in(mesh: DeviceMesh, _own_rank: int, group: tuple[int, ...]) -> tensor_views.Mesh | None:
     try:
         ranks: list[int] = mesh.mesh.flatten().tolist()
     except RuntimeError:  # torch hides the ranks of a mesh without this rank
@@ -86,12 +86,14 @@ def _mesh_in(mesh: DeviceMesh, _own_rank: int, group: tuple[int, ...]) -> plan.M
             "a group that has the whole mesh"
         )
     names = mesh.mesh_dim_names or ("",) * mesh.ndim
-    return plan.Mesh(tuple(names), tuple(mesh.shape), tuple(numbers[rank] for rank in ranks))
+    return tensor_views.Mesh(
+        tuple(names), tuple(mesh.shape), tuple(numbers[rank] for rank in ranks)
+    )
 
 
 def local_cells(
-    view: plan.MeshPlaced, rank: int, local: torch.Tensor, value: DTensor, fqn: str
-) -> tuple[plan.View, tuple[Cell, ...]]:
+    view: tensor_views.MeshPlaced, rank: int, local: torch.Tensor, value: DTensor, fqn: str
+) -> tuple[tensor_views.View, tuple[Cell, ...]]:
     """Return the view of a DTensor, and its cells in the local tensor of this rank.
 
     Some placements have two meanings in torch, and the local shape decides. Then the view lists the
@@ -113,7 +115,7 @@ def local_cells(
             "or use dist_ckpt.LocalShard"
         )
     cells = fitting.pop()
-    return possible[0] if len(possible) == 1 else plan.Parts(cells), cells
+    return possible[0] if len(possible) == 1 else tensor_views.Parts(cells), cells
 
 
 def _runs(cells: Sequence[Cell], dim: int) -> dict[int, int]:

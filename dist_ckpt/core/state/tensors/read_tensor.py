@@ -7,8 +7,7 @@ already split tensors that are made of inner tensors.
 
 - A new tensor class or subclass: `_local_tensor`, `is_tensor_leaf` and `is_meta` in this module.
   If `to_plain_tensor` in `local_tensors.py` refuses the class: `_remedy_of_class` there.
-- A new parallelism: `planning/mesh.py`, `planning/save/inventories.py`, and the users of `View`
-  in `planning/plan.py`.
+- A new parallelism: a view in `planning/tensor_views.py`, and `planning/save/inventories.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.tensor import DTensor
 
 from dist_ckpt.core.format.geometry import Cell, ElementRange, Region, Shape
-from dist_ckpt.core.planning import plan
+from dist_ckpt.core.planning import tensor_views
 from dist_ckpt.core.runtime.torch_private import ShardedTensor
 from dist_ckpt.core.shard_io.memory.torch_tensor import overlaps_itself
 from dist_ckpt.core.state.tensors.dtensors import (
@@ -57,7 +56,7 @@ class LocalTensor:
 
     dtype: str
     shape: Shape
-    view: plan.View
+    view: tensor_views.View
     cells: tuple[Cell, ...]
     parts: tuple[torch.Tensor, ...]
 
@@ -193,7 +192,9 @@ _whole_cell = lru_cache(maxsize=1024)(Region.whole)  # thousands of tensors have
 def _read_whole(value: torch.Tensor, fqn: str) -> LocalTensor:
     local = to_plain_tensor(value, fqn)
     cell = _whole_cell(tuple(local.shape))
-    return LocalTensor(dtype_name(local.dtype, fqn), cell.shape, plan.Whole(), (cell,), (local,))
+    return LocalTensor(
+        dtype_name(local.dtype, fqn), cell.shape, tensor_views.Whole(), (cell,), (local,)
+    )
 
 
 def _read_wrapper(shard: LocalShard | FlatShard, fqn: str) -> LocalTensor:
@@ -216,7 +217,7 @@ def _read_wrapper(shard: LocalShard | FlatShard, fqn: str) -> LocalTensor:
         ) from None
     cells = (ElementRange(shard.start, shard.start + flat.numel()),)
     dtype = dtype_name(local.dtype, fqn)
-    return LocalTensor(dtype, shard.global_shape, plan.Parts(cells), cells, (flat,))
+    return LocalTensor(dtype, shard.global_shape, tensor_views.Parts(cells), cells, (flat,))
 
 
 def _read_dtensor(value: DTensor, fqn: str, rank: int, group: tuple[int, ...]) -> LocalTensor:
@@ -226,8 +227,8 @@ def _read_dtensor(value: DTensor, fqn: str, rank: int, group: tuple[int, ...]) -
     if _is_chunked(local):
         return _read_parts(fqn, local.dtype, shape, _read_chunks(local, fqn))
     mesh = plan_mesh(value.device_mesh, group, fqn)
-    view = plan.MeshPlaced(mesh, placements) if mesh else plan.Parts(())
-    if isinstance(view, plan.Parts) or rank not in view.mesh.ranks:
+    view = tensor_views.MeshPlaced(mesh, placements) if mesh else tensor_views.Parts(())
+    if isinstance(view, tensor_views.Parts) or rank not in view.mesh.ranks:
         return LocalTensor(dtype_name(value.dtype, fqn), shape, view, (), ())
     local = to_plain_tensor(local, fqn)
     dtype = dtype_name(local.dtype, fqn)
@@ -289,4 +290,6 @@ def _read_parts(
                 f"tensor's shape {shape}: wrap it in dist_ckpt.LocalShard with the true shape"
             )
     name = dtype_name(dtype, fqn)
-    return LocalTensor(name, shape, plan.Parts(cells), cells, tuple(tensor for _, tensor in shards))
+    return LocalTensor(
+        name, shape, tensor_views.Parts(cells), cells, tuple(tensor for _, tensor in shards)
+    )

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from dist_ckpt.core.format.geometry import Region, Shape
 from dist_ckpt.core.format.objects.plain_codec import check_plain
-from dist_ckpt.core.planning import plan
+from dist_ckpt.core.planning import tensor_views
 from dist_ckpt.core.runtime.torch_private import AsyncCollectiveTensor, StridedShard, local_tensor
 from dist_ckpt.core.state.tensors.dtensors import local_cells, plan_mesh, plan_placement
 from dist_ckpt.core.state.tensors.local_tensors import PLAIN, class_name
@@ -218,7 +218,7 @@ def find_local_box(value: DTensor, fqn: str) -> LocalBox:
     assert mesh is not None
     placements = tuple(plan_placement(placement, value, fqn) for placement in value.placements)
     rank = ranks.index(dist.get_rank())
-    view = plan.MeshPlaced(mesh, placements)
+    view = tensor_views.MeshPlaced(mesh, placements)
     _, cells = local_cells(view, rank, local_tensor(value), value, fqn)
     if len(cells) > 1:
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Compute the cells of a tensor that each rank of a mesh holds.
+"""Views of a tensor: how it is cut over the ranks of a mesh, and the cells that each rank holds.
 
 Placements apply from left to right. Each placement cuts the indices of its dimension that remain
 after the placements before. A rank holds the product of the remaining indices of all dimensions.
@@ -29,19 +29,68 @@ from dist_ckpt.core.format.geometry import (
     join_ranges,
     row_major_strides,
 )
-from dist_ckpt.core.planning.plan import (
-    Flattened,
-    Mesh,
-    MeshPlaced,
-    Parts,
-    Placement,
-    Replicate,
-    RuleSharded,
-    Shard,
-    StridedShard,
-    View,
-    Whole,
-)
+from dist_ckpt.core.runtime.typed_msgpack import Message
+
+
+class Mesh(Message, frozen=True, cache_hash=True):
+    """Ranks in a row-major array. `names` has the names of its axes, "" for an axis without one."""
+
+    names: tuple[str, ...]
+    shape: Shape
+    ranks: tuple[int, ...]
+
+
+class ReplicatedAxis(Message, frozen=True, tag="Replicate"):
+    """Every rank along the mesh axis holds the same data."""
+
+
+class ShardedAxis(Message, frozen=True, tag="Shard"):
+    """The mesh axis cuts this dimension as `torch.chunk` does."""
+
+    dim: int
+
+
+class StridedAxis(Message, frozen=True, tag="StridedShard"):
+    """The mesh axis cuts each of `split_factor` chunks of the dimension (FSDP2 over TP)."""
+
+    dim: int
+    split_factor: int
+
+
+AxisPlacement = ReplicatedAxis | ShardedAxis | StridedAxis
+
+
+class Whole(Message, frozen=True, tag=True):
+    """A tensor of which each rank holds a whole replica."""
+
+
+class MeshPlaced(Message, frozen=True, tag=True):
+    """A tensor on a mesh, with one placement for each mesh axis (DTensor)."""
+
+    mesh: Mesh
+    placements: tuple[AxisPlacement, ...]
+
+
+class Flattened(Message, frozen=True, tag=True):
+    """A tensor cut into even, row-major element ranges, one for each rank (ZeRO)."""
+
+    mesh: Mesh
+
+
+class Parts(Message, frozen=True, tag=True):
+    """Explicit cells that this rank holds (LocalShard, FlatShard, third-party shards)."""
+
+    cells: tuple[Cell, ...]
+
+
+class RuleSharded(Message, frozen=True, tag=True):
+    """A local tensor under a ShardingConfig: mesh axes `axes[d]` cut dimension d, also unevenly."""
+
+    mesh: Mesh
+    axes: tuple[tuple[int, ...], ...]
+
+
+View = Whole | MeshPlaced | Flattened | Parts | RuleSharded
 
 # Ascending, disjoint, not empty, and not adjacent.
 IndexRanges = tuple[range, ...]
@@ -98,11 +147,13 @@ def whole_layout(shape: Shape, ranks: Iterable[int]) -> Layout:
     return Layout(Grid(tuple((0, n) for n in shape)), (tuple(sorted(ranks)),))
 
 
-def find_cutting_axes(placements: tuple[Placement, ...], ndim: int) -> tuple[tuple[int, ...], ...]:
+def find_cutting_axes(
+    placements: tuple[AxisPlacement, ...], ndim: int
+) -> tuple[tuple[int, ...], ...]:
     """Return the mesh axes that cut each dimension, in the order of the cuts."""
     axes: list[list[int]] = [[] for _ in range(ndim)]
     for axis, placement in enumerate(placements):
-        if not isinstance(placement, Replicate):
+        if not isinstance(placement, ReplicatedAxis):
             axes[placement.dim].append(axis)
     return tuple(map(tuple, axes))
 
@@ -131,11 +182,11 @@ def _compute_mesh_cells(view: MeshPlaced, rank: int, shape: Shape) -> tuple[Cell
     )
 
 
-def _split_ranges(ranges: IndexRanges, placement: Placement, count: int) -> list[IndexRanges]:
+def _split_ranges(ranges: IndexRanges, placement: AxisPlacement, count: int) -> list[IndexRanges]:
     """Return the indices that each of `count` ranks along a mesh axis has."""
-    if isinstance(placement, Shard):
+    if isinstance(placement, ShardedAxis):
         return _chunk_ranges(ranges, count)
-    assert isinstance(placement, StridedShard), placement
+    assert isinstance(placement, StridedAxis), placement
     # Like torch, cut into `split_factor` chunks, as if another axis came first. Each rank gets its
     # part of every chunk.
     chunks = [
@@ -221,11 +272,11 @@ def reorder_axes(view: MeshPlaced) -> MeshPlaced | None:
     orders: dict[int, list[int]] = {}
     for axis in reversed(range(len(view.placements))):
         placement = view.placements[axis]
-        if isinstance(placement, Replicate):
+        if isinstance(placement, ReplicatedAxis):
             continue
         order = orders.setdefault(placement.dim, [])
         index: int | None = 0
-        if isinstance(placement, StridedShard):
+        if isinstance(placement, StridedAxis):
             cuts = accumulate((view.mesh.shape[a] for a in order), mul, initial=1)
             index = next((n for n, cut in enumerate(cuts) if cut == placement.split_factor), None)
         if index is None:
@@ -243,17 +294,17 @@ def reorder_axes(view: MeshPlaced) -> MeshPlaced | None:
             tuple(mesh.shape[axis] for axis in axes),
             tuple(mesh.ranks[position] for position in positions),
         ),
-        tuple(p if isinstance(p, Replicate) else Shard(p.dim) for p in placements),
+        tuple(p if isinstance(p, ReplicatedAxis) else ShardedAxis(p.dim) for p in placements),
     )
 
 
 def _is_strided(view: MeshPlaced) -> bool:
-    return any(isinstance(placement, StridedShard) for placement in view.placements)
+    return any(isinstance(placement, StridedAxis) for placement in view.placements)
 
 
 def _is_even(view: MeshPlaced, shape: Shape) -> bool:
     cuts = [1] * len(shape)
     for placement, size in zip(view.placements, view.mesh.shape, strict=True):
-        if not isinstance(placement, Replicate):
+        if not isinstance(placement, ReplicatedAxis):
             cuts[placement.dim] *= size
     return all(size % cut == 0 for size, cut in zip(shape, cuts, strict=True))

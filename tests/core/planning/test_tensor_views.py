@@ -12,18 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt.core.format.geometry import ElementRange, Flat, Grid, Region, Shape, check_cut
-from dist_ckpt.core.planning.mesh import compute_cells, compute_layout
-from dist_ckpt.core.planning.plan import (
+from dist_ckpt.core.planning.tensor_views import (
+    AxisPlacement,
     Flattened,
     Mesh,
     MeshPlaced,
     Parts,
-    Placement,
-    Replicate,
+    ReplicatedAxis,
     RuleSharded,
-    Shard,
-    StridedShard,
+    ShardedAxis,
+    StridedAxis,
     Whole,
+    compute_cells,
+    compute_layout,
 )
 from dist_ckpt.core.runtime.torch_private import cuts_strided_alike
 from long_mode import examples, sampled_params
@@ -51,11 +52,11 @@ def torch_local(view: MeshPlaced, shape: Shape, rank: int) -> object:
     local = torch.arange(prod(shape)).view(shape)
     for placement, count, at in zip(view.placements, view.mesh.shape, coordinate, strict=True):
         match placement:
-            case Replicate():
+            case ReplicatedAxis():
                 continue
-            case Shard(dim):
+            case ShardedAxis(dim):
                 of_torch: Any = TorchShard(dim)
-            case StridedShard(dim, split_factor):
+            case StridedAxis(dim, split_factor):
                 of_torch = _StridedShard(dim, split_factor=split_factor)
         local = of_torch._split_tensor(local, count, with_padding=False)[0][at]
     return local
@@ -82,7 +83,7 @@ def our_local(view: MeshPlaced, shape: Shape, rank: int) -> object:
 def assert_as_torch(view: MeshPlaced, shape: Shape) -> None:
     import torch
 
-    if not cuts_strided_alike() and any(isinstance(one, StridedShard) for one in view.placements):
+    if not cuts_strided_alike() and any(isinstance(one, StridedAxis) for one in view.placements):
         return  # an older torch; the other placements are compared
     for rank in view.mesh.ranks:
         theirs, ours = torch_local(view, shape, rank), our_local(view, shape, rank)
@@ -96,8 +97,8 @@ def assert_as_torch(view: MeshPlaced, shape: Shape) -> None:
 
 @pytest.mark.parametrize("size", sampled_params([*range(1, 14), 16, 24, 31], 4))
 def test_every_pair_of_placements_on_one_dimension_cuts_as_torch_does(size: int) -> None:
-    choices: list[Placement] = [Replicate(), Shard(0)]
-    choices += [StridedShard(0, factor) for factor in (1, 2, 3, 4, 5)]
+    choices: list[AxisPlacement] = [ReplicatedAxis(), ShardedAxis(0)]
+    choices += [StridedAxis(0, factor) for factor in (1, 2, 3, 4, 5)]
     for mesh in ((2, 2), (3, 2), (2, 3), (1, 4)):
         for placements in product(choices, repeat=2):
             ranks = tuple(range(prod(mesh)))
@@ -109,11 +110,11 @@ def test_every_pair_of_placements_on_one_dimension_cuts_as_torch_does(size: int)
 @given(random=randoms, shape=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple))
 def test_random_placements_cut_as_torch_does(random: Random, shape: Shape) -> None:
     mesh = random_mesh(random, 24)
-    placements: list[Placement] = []
+    placements: list[AxisPlacement] = []
     for _ in mesh.shape:
         dim = random.randrange(len(shape))
-        strided = StridedShard(dim, random.randint(1, 5))
-        kinds: list[Placement] = [Replicate(), Shard(dim), strided]
+        strided = StridedAxis(dim, random.randint(1, 5))
+        kinds: list[AxisPlacement] = [ReplicatedAxis(), ShardedAxis(dim), strided]
         placements.append(random.choice(kinds))
     assert_as_torch(MeshPlaced(mesh, tuple(placements)), shape)
 
@@ -147,36 +148,36 @@ def test_even_ranges_of_elements_tile_a_tensor(random: Random, shape: Shape) -> 
 
 
 def test_fsdp_over_tp_gives_each_rank_one_run_of_rows() -> None:
-    view = MeshPlaced(SQUARE, (StridedShard(0, 2), Shard(0)))
+    view = MeshPlaced(SQUARE, (StridedAxis(0, 2), ShardedAxis(0)))
     assert rows(view, 8) == [[0, 1], [4, 5], [2, 3], [6, 7]]
 
 
 def test_a_strided_shard_alone_is_several_regions() -> None:
-    view = MeshPlaced(SQUARE, (StridedShard(0, 2), Replicate()))
+    view = MeshPlaced(SQUARE, (StridedAxis(0, 2), ReplicatedAxis()))
     assert compute_cells(view, 0, (8, 3)) == (Region((0, 0), (2, 3)), Region((4, 0), (2, 3)))
     assert rows(view, 8) == [[0, 1, 4, 5]] * 2 + [[2, 3, 6, 7]] * 2
 
 
 def test_runs_that_touch_are_one_region() -> None:
-    view = MeshPlaced(line(0), (StridedShard(0, 4),))
+    view = MeshPlaced(line(0), (StridedAxis(0, 4),))
     assert compute_cells(view, 0, (8,)) == (Region((0,), (8,)),)
 
 
 def test_chunks_may_leave_the_last_ranks_without_a_shard() -> None:
-    view = MeshPlaced(line(0, 1, 2, 3), (Shard(0),))
+    view = MeshPlaced(line(0, 1, 2, 3), (ShardedAxis(0),))
     assert rows(view, 5) == [[0, 1], [2, 3], [4], []]
     assert compute_layout(view, (5,)).holders == ((0,), (1,), (2,))
 
 
 def test_ranks_of_a_submesh_keep_their_own_numbers() -> None:
-    view = MeshPlaced(line(6, 2), (Shard(1),))
+    view = MeshPlaced(line(6, 2), (ShardedAxis(1),))
     layout = compute_layout(view, (3, 4))
     assert layout.cut == Grid(((0, 3), (0, 2, 4)))
     assert layout.holders == ((6,), (2,))
     assert compute_cells(view, 0, (3, 4)) == ()
 
 
-@pytest.mark.parametrize("view", [MeshPlaced(line(3, 1), (Shard(0),)), Flattened(line(3, 1))])
+@pytest.mark.parametrize("view", [MeshPlaced(line(3, 1), (ShardedAxis(0),)), Flattened(line(3, 1))])
 def test_an_empty_tensor_is_one_cell_that_all_ranks_of_its_mesh_hold(
     view: MeshPlaced | Flattened,
 ) -> None:
@@ -188,7 +189,7 @@ def test_an_empty_tensor_is_one_cell_that_all_ranks_of_its_mesh_hold(
 
 
 def test_a_tensor_without_dimensions_is_one_cell() -> None:
-    view = MeshPlaced(SQUARE, (Replicate(), Replicate()))
+    view = MeshPlaced(SQUARE, (ReplicatedAxis(), ReplicatedAxis()))
     assert compute_layout(view, ()).holders == ((0, 1, 2, 3),)
     assert compute_cells(view, 2, ()) == (Region((), ()),)
     assert compute_cells(Flattened(line(5, 6)), 5, ()) == (ElementRange(0, 1),)
