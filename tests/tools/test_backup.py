@@ -82,7 +82,8 @@ def test_a_linked_file_gets_new_times_where_the_system_allows_it(
     link(tmp_path)
     (after,) = (tmp_path / linked).glob("a*/model*.safetensors")
     assert after.stat().st_ino == inode
-    assert (after.stat().st_mtime == after.stat().st_atime == 1e9) is is_refused
+    assert (after.stat().st_mtime == 1e9) is is_refused
+    assert is_refused or after.stat().st_atime > 1e9  # a check of the header may renew it too
 
 
 def test_a_backup_shares_the_files_and_stays_when_the_checkpoint_goes(root: Path) -> None:

@@ -14,7 +14,11 @@ from typing import Literal, Self
 from dist_ckpt.core.checkpoint.opener import NATIVE, Opener, UserPath
 from dist_ckpt.core.checkpoint.verify_checkpoint import record_damage
 from dist_ckpt.core.commit import attempts
-from dist_ckpt.core.commit.records.recorded_checks import name_newest_good, naming_newest_good
+from dist_ckpt.core.commit.records.recorded_checks import (
+    is_known_damaged,
+    name_newest_good,
+    naming_newest_good,
+)
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import BLOCK_NBYTES
 from dist_ckpt.core.format.dtypes import DTYPES
@@ -373,8 +377,10 @@ class OpenCheckpoint:
         """Link or copy `files`, by default all, into the folder `target`. See `link_or_copy_files`.
 
         `files` has records of the index by their new names. Returns the count of linked files.
+        Nothing is linked if the checkpoint is recorded as damaged: a copy checks every byte.
         """
         files = self.index.all_files if files is None else files
+        links = links and not is_known_damaged(self.storage, self.folder, self.index.step)
         with self.handle_damage():
             return link_or_copy_files(
                 self.storage,

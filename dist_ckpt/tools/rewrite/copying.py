@@ -18,7 +18,6 @@ from dist_ckpt.core.commit.records.record_store import (
     check_upgraded,
     read_annotations_of,
 )
-from dist_ckpt.core.commit.records.recorded_checks import is_known_damaged
 from dist_ckpt.core.commit.transaction import CommitDecision, Transaction
 from dist_ckpt.core.format.filenames import BACKUP, Attempt
 from dist_ckpt.core.format.index.index import Index
@@ -48,8 +47,8 @@ def copy(
     Every byte is checked. The copy is committed like a save: on return it is durable and complete,
     and it does not exist before. It has the id and the world size of the source. If the folder
     above `target` is a run, the metrics are copied too, but not pins, tags and leases. With `link`,
-    files are hard links where the storage supports them. A linked file is neither read nor checked,
-    and later damage to it damages both checkpoints. One process calls this.
+    files are hard links where the storage supports them. Of a linked shard file the size and the
+    header are checked, and later damage to it damages both checkpoints. One process calls this.
 
     `progress` may be called from other threads, one call at a time. Raises NotFoundError if the
     checkpoint does not exist, IncompatibleError for files of another system, ExistsError if
@@ -122,12 +121,8 @@ def _write(
     overwrite: bool,
     links: bool,
 ) -> tuple[Transaction, CommitDecision, Phases]:
-    """Link or copy all files into a new attempt at `path`, and commit it.
-
-    No file of a checkpoint that is recorded as damaged is linked: a copy checks every byte.
-    """
+    """Link or copy all files into a new attempt at `path`, and commit it."""
     storage, index = source.storage, source.index
-    links = links and not is_known_damaged(storage, source.folder, index.step)
     phases = Phases(label, path, quiet=label != "copy")
     with Transaction(SingleProcessChannel(), label=label) as transaction:
         attempt = transaction.claim(storage, path, overwrite=overwrite)

@@ -182,10 +182,11 @@ def naming_damaged(path: str) -> Iterator[None]:
 
 def open_readable(storage: Storage, path: str, record: ShardFileRecord) -> ReadableFile:
     """Open a shard file. Raises CorruptError if it is missing."""
-    try:
-        return storage.open(path)
-    except FileNotFoundError as error:
-        raise CorruptError(f"{path} of rank {record.rank} is missing") from error
+    with naming_damaged(path):
+        try:
+            return storage.open(path)
+        except FileNotFoundError as error:
+            raise CorruptError(f"{path} of rank {record.rank} is missing") from error
 
 
 def size_problem(file: ReadableFile, path: str, record: ShardFileRecord) -> str | None:
@@ -308,20 +309,20 @@ def read_checked_file(
     storage: Storage, path: str, record: ObjectsFileRecord | AttachedFileRecord
 ) -> bytes:
     """Return the bytes of a file that has one digest. Raises CorruptError if they have changed."""
-    try:
-        file = storage.open(path)
-    except FileNotFoundError as error:
-        raise CorruptError(f"{path} is missing; load an older checkpoint", path=path) from error
-    with closing(file):
-        if file.nbytes != record.nbytes:
-            text = _size_text(path, file.nbytes, record.nbytes)
-            raise CorruptError(f"{text}; load an older checkpoint", path=path)
-        data = bytearray(record.nbytes)
-        file.read_into(0, memoryview(data))
-    if (actual := checksums.document_digest(data)) != record.digest:
-        raise CorruptError(
-            f"{path} (bytes 0:{record.nbytes}) is damaged, its digest is {actual}, the index "
-            f"says {record.digest}; load an older checkpoint",
-            path=path,
-        )
+    with naming_damaged(path):
+        try:
+            file = storage.open(path)
+        except FileNotFoundError as error:
+            raise CorruptError(f"{path} is missing; load an older checkpoint") from error
+        with closing(file):
+            if file.nbytes != record.nbytes:
+                text = _size_text(path, file.nbytes, record.nbytes)
+                raise CorruptError(f"{text}; load an older checkpoint")
+            data = bytearray(record.nbytes)
+            file.read_into(0, memoryview(data))
+        if (actual := checksums.document_digest(data)) != record.digest:
+            raise CorruptError(
+                f"{path} (bytes 0:{record.nbytes}) is damaged, its digest is {actual}, the index "
+                f"says {record.digest}; load an older checkpoint"
+            )
     return bytes(data)

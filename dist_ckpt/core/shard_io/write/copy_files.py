@@ -45,25 +45,25 @@ def link_or_copy_files(  # noqa: PLR0913 - files, source, target and options
 
     `files` has the records of `index`, the index of the source, by their names in the target. On
     return the files and their names are durable. Every byte of a copy is checked: CorruptError if
-    the source is damaged. Linked files are not read. With `most_names`, the headers of shard files
-    are checked, and a file that has this many names already is copied. Without `links`, all files
-    are copied. `report` is called with the number of bytes of each copied part, from any thread.
-    ConflictError if `target` is gone, or has a file of such a name.
+    the source is damaged. Of linked shard files only the size and the header are checked. With
+    `most_names`, a shard file that has this many names already is copied. Without `links`, all
+    files are copied. `report` is called with the number of bytes of each copied part, from any
+    thread. ConflictError if `target` is gone, or has a file of such a name.
     """
 
     def carry(name: str) -> int:
-        record, old, may_link = files[name], f"{source}/{name}", links
+        record, new = files[name], f"{target}/{name}"
         if isinstance(record, ShardFileRecord):
-            old = f"{source}/{index.file_name(record)}"
-            if links and most_names is not None:
-                with _open_checked(storage, source, index, record) as (_, readable):
-                    may_link = readable.num_links < most_names
-        if may_link and try_link(storage, old, f"{target}/{name}"):
-            return record.nbytes
-        if isinstance(record, ShardFileRecord):
-            _copy_shards(storage, source, index, record, f"{target}/{name}", report)
+            with _open_checked(storage, source, index, record) as (file, readable):
+                may_link = links and (most_names is None or readable.num_links < most_names)
+                if may_link and try_link(storage, file.path, new):
+                    return record.nbytes
+                _copy_shards(storage, file, readable, new, report)
         else:
-            write_document(storage, target, name, read_checked_file(storage, old, record))
+            data = read_checked_file(storage, f"{source}/{name}", record)
+            if links and try_link(storage, f"{source}/{name}", new):
+                return record.nbytes
+            write_document(storage, target, name, data)
             report(record.nbytes)
         return -1
 
@@ -98,14 +98,10 @@ def try_link(storage: Storage, old: str, new: str) -> bool:
 
 
 def _copy_shards(
-    storage: Storage,
-    folder: str,
-    index: Index,
-    record: ShardFileRecord,
-    new: str,
-    report: Callable[[int], None],
+    storage: Storage, file: OpenFile, source: ReadableFile, new: str, report: Callable[[int], None]
 ) -> None:
-    with _open_checked(storage, folder, index, record) as (file, source), ExitStack() as stack:
+    record = file.record
+    with ExitStack() as stack:
         target = create_file(storage, new, record.nbytes, stack)
         # Write the header last, as a save does: the file is invalid until then.
         for read in group_into_reads(all_blocks(file.shards, file.header.block_nbytes)):
