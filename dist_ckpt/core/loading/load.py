@@ -28,7 +28,6 @@ from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.attempts import MAX_TRIES
 from dist_ckpt.core.commit.records.recorded_checks import name_newest_good, note_check
-from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.loading.load_decisions import (
     CheckFindings,
     JobTotals,
@@ -61,6 +60,7 @@ from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.shard_io.read.block_reads import CellTargets, count_placed_nbytes
+from dist_ckpt.core.shard_io.read.open_files import read_attached_file
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
@@ -218,10 +218,23 @@ def _load(call: LoadCall) -> LoadReport:
             is_whole = not is_partial and arguments.selection == SELECT_ALL
             # The load has read and checked the whole checkpoint: record that in its run.
             if call.options.verify and is_whole and report.step is not None:
-                checkpoint = report.step, Attempt.from_name(report.attempt)
-                note_check(arguments.counting[0], report.path, checkpoint, "load")
+                _note_whole(arguments.counting[0], prepared.resolved.checkpoints[0])
         phases.done(report)
         return report
+
+
+def _note_whole(storage: Storage, checkpoint: OpenCheckpoint) -> None:
+    """Record that a load has read a whole checkpoint, if its attached files are whole too."""
+    index = checkpoint.index
+    assert index.step is not None
+    try:
+        for record in index.attached:  # a load does not need them
+            read_attached_file(storage, checkpoint.folder, record)
+        note_check(storage, checkpoint.path, (index.step, checkpoint.attempt), "load")
+    except CorruptError as error:
+        record_damage(storage, error)
+    except StorageError as error:
+        _log.debug("%s is not recorded as checked: %s", checkpoint.path, error)
 
 
 def _build_report(
