@@ -31,6 +31,7 @@ from dist_ckpt.core.commit.records.record_store import (
     read_annotations,
     refuse_old,
 )
+from dist_ckpt.core.commit.records.recorded_checks import newest_checks
 from dist_ckpt.core.format.filenames import (
     ATTEMPTS_PER_INCARNATION,
     RESERVED_NAMES,
@@ -230,6 +231,7 @@ Decision = tuple[RunCheckpoint, tuple[str, ...]]
 
 NEWEST, NEWEST_CHECKED = "the newest", "the newest that was checked in full"
 NEWEST_WHOLE = "the newest that passes a quick check"
+NEWEST_UNDAMAGED = "the newest without recorded damage"
 DAMAGED = "it is damaged, but its good parts may repair another one: remove it with --damaged"
 _NOT_REQUESTED = "its removal was not requested"
 
@@ -254,7 +256,11 @@ def plan_prune(listing: Listing, keep: RetentionPolicy, *, damaged: bool = False
     ]
     reasons_by_step = dict(zip(newest_by_step, keep.reasons(candidates), strict=True))
     newest = next((info.path for info in reversed(usable or listing.alive)), None)
-    checked = next((info.path for info in reversed(usable) if info.is_verified), None)
+    # Results of checks count for neither of two plain copies. Yet no copy may cost another step.
+    checks = newest_checks(listing.annotations)
+    known = [(info, checks.get(info.where)) for info in reversed(usable) if info.where]
+    undamaged = next((info.path for info, check in known if not (check and check.damage)), None)
+    checked = next((info.where for info, check in known if check and not check.damage), None)
     decisions = []
     for info in listing.checkpoints:
         reasons = _find_exemptions(info)
@@ -264,7 +270,8 @@ def plan_prune(listing: Listing, keep: RetentionPolicy, *, damaged: bool = False
         elif info.path in paths:
             reasons += reasons_by_step[info.step]
             reasons += [NEWEST] * (info.path == newest)
-            reasons += [NEWEST_CHECKED] * (info.path == checked)
+            reasons += [NEWEST_UNDAMAGED] * (info.path == undamaged != newest)
+            reasons += [NEWEST_CHECKED] * (info.where == checked)
         decisions.append((info, (*reasons, *info.protected_by)))
     return decisions
 

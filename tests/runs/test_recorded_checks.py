@@ -21,7 +21,7 @@ from dist_ckpt.core.commit.records.recorded_checks import CHECK, newest_checks, 
 from dist_ckpt.core.shard_io.read import open_files
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
-from dist_ckpt.runs.prune import DAMAGED
+from dist_ckpt.runs.prune import DAMAGED, NEWEST_UNDAMAGED
 from dist_ckpt.runs.watch_changes import changes, observe_run
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from ranks import load_on_threads, save_on_threads
@@ -137,6 +137,96 @@ def test_damage_is_recorded_whoever_finds_it(root: Path, find: Callable[[Path], 
     assert damaged(root) == [3]  # that reads too little to know better
     dc.load(fresh(), root / "s3")
     assert (damaged(root), verified(root)) == ([], [3])
+
+
+def copy_by_links(root: Path) -> None:
+    dc.copy(root / "s3", root.parent / "linked", link=True, overwrite=True)
+
+
+def back_up(root: Path) -> None:
+    dc.backup(root / "s3", overwrite=True)
+
+
+def strip(root: Path) -> None:
+    dc.strip(root / "s3", "lr")
+
+
+def carry_over(root: Path) -> None:
+    report = dc.load({"lr": 0.0}, root / "s3", strict=False)
+    dc.save({"lr": 0.0}, root.parent / "carried", carry_over=report, overwrite=True)
+
+
+LINKERS = [copy_by_links, back_up, strip, carry_over]
+
+
+@pytest.mark.parametrize("link", LINKERS)
+def test_no_file_of_a_checkpoint_that_is_recorded_as_damaged_is_linked(
+    root: Path, link: Callable[[Path], None]
+) -> None:
+    spoil(root, 3)
+    dc.verify(root / "s3")
+    with pytest.raises(CorruptError, match=r"model\.w rows 0:64"):
+        link(root)
+    assert damaged(root) == [3]
+    file = spoil(root, 3)
+    num_links = file.stat().st_nlink
+    link(root)
+    assert not file.exists() or file.stat().st_nlink == num_links
+
+
+@pytest.mark.parametrize("link", LINKERS)
+@pytest.mark.parametrize("name", ["objects.msgpack", "model-00000.safetensors"])
+def test_a_short_file_is_not_linked_and_its_damage_is_recorded(
+    root: Path, name: str, link: Callable[[Path], None]
+) -> None:
+    (file,) = (root / "s3").glob(f"a*/{name}")
+    os.truncate(file, 20)
+    with pytest.raises(CorruptError, match=r"is truncated: 20 of .* good checkpoint is") as caught:
+        link(root)
+    assert caught.value.path == str(file)
+    assert damaged(root) == [3]
+
+
+def look_at_objects(root: Path) -> None:
+    with dc.open(root / "s3") as checkpoint:
+        _ = checkpoint.objects
+
+
+@pytest.mark.parametrize(
+    ("name", "find"),
+    [
+        ("objects.msgpack", load),
+        ("objects.msgpack", look_at_objects),
+        ("model-00000.safetensors", load),
+        ("model-00000.safetensors", look_at_part),
+    ],
+)
+def test_a_folder_in_place_of_a_file_is_recorded(
+    root: Path, name: str, find: Callable[[Path], None]
+) -> None:
+    (file,) = (root / "s3").glob(f"a*/{name}")
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(CorruptError, match="a regular file there"):
+        find(root)
+    assert damaged(root) == [3]
+
+
+def test_a_load_does_not_call_damaged_attached_files_whole(tmp_path: Path) -> None:
+    attached = tmp_path / "tokens.json"
+    attached.write_text("{}")
+    root = tmp_path / "run"
+    dc.save(fresh(), root / "s3", step=3, attach={"tokens.json": attached})
+    dc.Run(root).metrics(3, {"loss": 1.0})
+    dc.load(fresh(), root / "s3")
+    assert verified(root) == [3]
+    file = spoil(root, 3, "attached.tokens.json")
+    dc.load(fresh(), root / "s3")
+    assert (damaged(root), verified(root)) == ([3], [])
+    file.unlink()
+    dc.verify(root / "s3", level="quick")
+    dc.load(fresh(), root / "s3")
+    assert (damaged(root), verified(root)) == ([3], [])
 
 
 @pytest.mark.parametrize("level", ["quick", "full"])
@@ -376,3 +466,31 @@ def test_damage_of_one_of_two_plain_copies_never_removes_the_other(root: Path) -
     shutil.rmtree(root / "best")
     assert not dc.verify(root / "s4").ok
     assert damaged(root) == [4]
+
+
+def test_plain_copies_of_the_newest_checked_step_stay_with_it(root: Path) -> None:
+    dc.verify(root / "s3")
+    shutil.copytree(root / "s3", root / "a-copy")
+    spoil(root, 4)  # nobody has read it yet
+    dc.Run(root).prune(KEEP_ONE)
+    assert [info.name for info in dc.checkpoints(root)] == ["a-copy", "s3", "s4"]
+
+
+def test_plain_copies_of_a_damaged_step_do_not_cost_the_undamaged_one(root: Path) -> None:
+    spoil(root, 4)
+    dc.verify(root / "s4")
+    shutil.copytree(root / "s4", root / "z-copy")
+    reasons = {info.name: why for info, why in dc.Run(root).prune(KEEP_ONE)}
+    assert reasons["s3"] == (NEWEST_UNDAMAGED,)
+    assert [info.name for info in dc.checkpoints(root)] == ["s3", "s4", "z-copy"]
+
+
+def test_a_plain_copy_of_a_damaged_step_is_not_called_good(root: Path) -> None:
+    shutil.copytree(root / "s4", root / "z-copy")
+    spoil(root, 3)
+    with pytest.raises(CorruptError, match=f"The newest good checkpoint is {root}/z-copy"):
+        load(root)
+    spoil(root, 4)
+    dc.verify(root / "s4")  # the result does not say which of the two is damaged
+    with pytest.raises(CorruptError, match=f"The newest good checkpoint is {root}/s2"):
+        load(root)
