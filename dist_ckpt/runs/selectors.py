@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -22,7 +23,7 @@ from dist_ckpt.core.commit.attempts import list_entries
 from dist_ckpt.core.commit.records.leases import LEASE_S, renewed_lease
 from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef
 from dist_ckpt.core.commit.records.record_store import can_lease
-from dist_ckpt.core.format.filenames import is_selector, parse_step_folder, selections
+from dist_ckpt.core.format.filenames import is_selector, selections
 from dist_ckpt.core.storage import Storage, entry_path, open_storage
 from dist_ckpt.errors import (
     CheckpointError,
@@ -153,7 +154,7 @@ def _select_step(listing: Listing, step: int) -> RunCheckpoint:
     attempts_of_step = [info for info in checkpoints if info.step == step]
     if not attempts_of_step:
         for info in listing.checkpoints:
-            if parse_step_folder(info.name) == step and info.state != "committed":
+            if _step_in_name(info.name) == step and info.state != "committed":
                 raise _unreadable_error(listing, info)
         steps = sorted({info.where[0] for info in checkpoints if info.where})
         raise NotFoundError(
@@ -161,6 +162,12 @@ def _select_step(listing: Listing, step: int) -> RunCheckpoint:
             f"{_unreadable_text(listing)}"
         )
     return max(attempts_of_step, key=lambda info: not info.is_orphaned)
+
+
+def _step_in_name(name: str) -> int | None:
+    """Return the number at the end of a folder's name, which `dc.save` lets users choose."""
+    digits = re.search(r"[0-9]+$", name)
+    return int(digits[0]) if digits else None
 
 
 def _unreadable_error(listing: Listing, info: RunCheckpoint) -> CheckpointError:
