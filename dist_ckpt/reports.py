@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import Lock
 
+from dist_ckpt.message_text import format_count, format_size
+
 
 @dataclass(frozen=True, slots=True)
 class IoCount:
@@ -63,9 +65,6 @@ class CopyProgress:
             self._done = min(self._done + nbytes, self._total)
             if self._progress is not None:
                 self._progress(self._done, self._total)
-
-
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,19 +207,6 @@ class LoadReport:
             f"{_slowest(self.world_size, self.slowest_rank)}"
             f"{f'; {format_size(memory)} here from memory' if memory else ''})"
         )
-
-
-def format_size(nbytes: float) -> str:
-    """Return a size for people: three digits, decimal units."""
-    value, unit = float(nbytes), 0
-    while value >= 999.5 and unit + 1 < len(_UNITS):
-        value, unit = value / 1000, unit + 1
-    return f"{nbytes:.0f} B" if unit == 0 else f"{value:.3g} {_UNITS[unit]}"
-
-
-def format_count(number: int, noun: str) -> str:
-    """Return a number with its noun, such as "1 rank" or "2 ranks"."""
-    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _rate(nbytes: int, seconds: float) -> float:

@@ -25,13 +25,13 @@ from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.record_store import check_upgraded
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
+from dist_ckpt.core.runtime.arguments import check_number
 from dist_ckpt.core.runtime.processes import find_process
 from dist_ckpt.core.runtime.public_names import refuse_old_attributes, refuse_old_parameters
 from dist_ckpt.core.saving.attachments import Attachments
-from dist_ckpt.core.saving.save import CheckReplicas, SaveOptions
+from dist_ckpt.core.saving.save_options import CheckReplicas, SaveOptions
 from dist_ckpt.core.state.tree.containers import MutableState, State
 from dist_ckpt.core.storage import Storage, open_storage
-from dist_ckpt.errors import check_number
 from dist_ckpt.reports import LoadReport
 
 # At a lower rate one block takes so long that the storage seems to hang.

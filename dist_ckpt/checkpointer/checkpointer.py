@@ -18,11 +18,11 @@ from dist_ckpt.checkpointer.save_policy import DEFAULT_SAVE, SavePolicy
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 from dist_ckpt.core.loading.load_options import Sources
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
+from dist_ckpt.core.runtime.arguments import check_whole
 from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.saving.attachments import Attachments
-from dist_ckpt.core.saving.save import CheckReplicas
+from dist_ckpt.core.saving.save_options import CheckReplicas
 from dist_ckpt.core.state.tree.containers import MutableState
-from dist_ckpt.errors import check_whole
 from dist_ckpt.runs.metrics import parse_metrics
 from dist_ckpt.runs.retention_policy import RetentionPolicy
 

@@ -14,10 +14,10 @@ from dist_ckpt.core.format.index.model_description import check_description
 from dist_ckpt.core.loading.load_options import LoadOptions, Sources, parse_sources, sources_text
 from dist_ckpt.core.planning.name_selection import parse_patterns
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
+from dist_ckpt.core.runtime.arguments import LEAST_POSITIVE, check_flag, check_number, check_whole
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.saving.attachments import Attachments
-from dist_ckpt.core.saving.save import CheckReplicas, check_replicas_option
-from dist_ckpt.errors import LEAST_POSITIVE, check_flag, check_number, check_whole
+from dist_ckpt.core.saving.save_options import CheckReplicas, check_replicas_option
 from dist_ckpt.runs.retention_policy import RetentionPolicy
 
 # A lock accepts no longer timeout. Without this check the error would come when the run must stop.

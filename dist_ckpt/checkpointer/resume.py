@@ -47,14 +47,8 @@ from dist_ckpt.core.state.tree.state_tree import without_frozen
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.local.direct_io import drop_cached
 from dist_ckpt.default_opener import OPENER
-from dist_ckpt.errors import (
-    CheckpointError,
-    CorruptError,
-    IncompatibleError,
-    NotFoundError,
-    listed,
-    merge_similar,
-)
+from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
+from dist_ckpt.message_text import listed, merge_similar
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 from dist_ckpt.runs.selectors import describe_exclusion, select
 

@@ -35,7 +35,8 @@ from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.rank_messages import Failure, build_error, describe_error
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.incarnations import Incarnation
-from dist_ckpt.core.saving.save import SaveOptions, need_no_room, save_together
+from dist_ckpt.core.saving.save import save_together
+from dist_ckpt.core.saving.save_options import SaveOptions, need_no_room
 from dist_ckpt.core.state.tree.containers import MutableState, State
 from dist_ckpt.core.storage import open_storage, real_path
 from dist_ckpt.errors import CheckpointError, ConflictError, RankError, UnequalReplicasError

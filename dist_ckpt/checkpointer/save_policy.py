@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass
 
-from dist_ckpt.errors import LEAST_POSITIVE, check_number, check_whole
+from dist_ckpt.core.runtime.arguments import LEAST_POSITIVE, check_number, check_whole
 from dist_ckpt.runs.policy_text import text_of
 
 # These cannot be caught, or are not requests: after them the process is damaged.

@@ -27,7 +27,8 @@ from dist_ckpt.cli.results import (
 from dist_ckpt.core.format.index.model_description import as_json as plain_json
 from dist_ckpt.core.storage.local.local_storage import describe_os_error
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
-from dist_ckpt.reports import SaveReport, format_count, format_size
+from dist_ckpt.message_text import format_count, format_size
+from dist_ckpt.reports import SaveReport
 from dist_ckpt.runs.metrics import is_speed
 from dist_ckpt.tools.rewrite.write_plan import Result, WritePlan
 

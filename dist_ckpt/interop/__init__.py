@@ -3,7 +3,7 @@
 - Which system wrote a file, and which module reads it: `registry.py`.
 - What `dc.load` and `dc.open` read in place: the `read` module of a system, and `frameworks/`.
 - What an import does with it: `imports.py`. What all readers share: `readers/`.
-- What an export writes: the `export` module of a system; a folder of files: `new_folder.py`.
+- What an export writes: the `export` module of a system, over `tools/new_files.py`.
 - `torch.distributed.checkpoint` over this format: `dcp/adapter.py`.
 
 Each format has a line in `cli/commands/import_.py` or `cli/commands/export.py`.

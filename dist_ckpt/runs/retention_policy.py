@@ -12,8 +12,8 @@ from math import floor, isnan
 from typing import TYPE_CHECKING
 
 from dist_ckpt.core.format.filenames import Attempt
+from dist_ckpt.core.runtime.arguments import check_number, check_whole
 from dist_ckpt.core.runtime.public_names import refuse_old_names
-from dist_ckpt.errors import check_number, check_whole
 from dist_ckpt.runs.policy_text import parse_rules, text_of
 
 if not TYPE_CHECKING:

@@ -19,7 +19,8 @@ from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.runtime.public_names import refuse_old_attributes
 from dist_ckpt.core.storage import open_storage
-from dist_ckpt.errors import CheckpointError, NotFoundError, listed
+from dist_ckpt.errors import CheckpointError, NotFoundError
+from dist_ckpt.message_text import listed
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, checkpoints, list_run
 from dist_ckpt.runs.metrics import metrics_by_checkpoint, put_metrics
 from dist_ckpt.runs.prune import Decision, find_metric_names, plan_prune, prune

@@ -31,9 +31,8 @@ from dist_ckpt.errors import (
     IncompatibleError,
     NotFoundError,
     StorageError,
-    listed,
-    states_text,
 )
+from dist_ckpt.message_text import listed, states_text
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 
 _log = logging.getLogger("dist_ckpt")

@@ -12,7 +12,7 @@ from dist_ckpt.core.commit.records.protections import DELETION_INTENT
 from dist_ckpt.core.format.run_records import IncarnationRecord
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError
-from dist_ckpt.reports import format_count, format_size
+from dist_ckpt.message_text import format_count, format_size
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
 from dist_ckpt.runs.prune import plan_prune
 from dist_ckpt.runs.retention_policy import RetentionPolicy

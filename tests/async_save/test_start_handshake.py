@@ -24,7 +24,7 @@ from dist_ckpt.async_save.trainer.writer_handle import WriterHandle
 from dist_ckpt.async_save.writer.writer_messages import Go, Hello, Serve
 from dist_ckpt.core.comm.rank_messages import Failure
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.saving.save import never_urgent
+from dist_ckpt.core.saving.save_options import never_urgent
 from dist_ckpt.errors import RankError, StorageError
 from dist_ckpt.testing.thread_channel import TEST_CONFIG
 from fake_writers import SOON_S, FakeWriter, order

@@ -11,7 +11,7 @@ import dist_ckpt as dc
 from commands import open_attempt, steps
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import ConflictError, StorageError
-from dist_ckpt.reports import format_size
+from dist_ckpt.message_text import format_size
 
 
 def test_ls_lists_a_run_with_steps_and_states(run, checkpoint):

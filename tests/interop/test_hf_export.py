@@ -19,10 +19,10 @@ import dist_ckpt as dc
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, NotFoundError
-from dist_ckpt.interop import new_folder
 from dist_ckpt.interop.hf import export
-from dist_ckpt.interop.hf.export_plan import parse_size
+from dist_ckpt.interop.hf.export import parse_size
 from dist_ckpt.testing.faulty_storage import FaultyStorage
+from dist_ckpt.tools import new_files
 from subclass_tensors import Quantized
 
 INDEX = "model.safetensors.index.json"
@@ -420,7 +420,7 @@ def test_an_overwrite_needs_no_exchange(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, can_exchange: bool
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr(new_folder, "exchange_names", lambda *_: False)
+        monkeypatch.setattr(new_files, "exchange_names", lambda *_: False)
     dc.save({"model": {"w": torch.zeros(3)}}, tmp_path / "old")
     export.export_folder(tmp_path / "old", tmp_path / "hf")
     export.export_folder(saved(tmp_path, {"model": tensors()}), tmp_path / "hf", overwrite=True)

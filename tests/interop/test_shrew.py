@@ -29,7 +29,7 @@ from dist_ckpt.interop.shrew import files
 from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from dist_ckpt.tools.new_file import new_file
+from dist_ckpt.tools.new_files import new_file
 from dist_ckpt.tools.rewrite import reshard
 
 pytest.importorskip("torch")

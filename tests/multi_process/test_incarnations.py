@@ -16,7 +16,7 @@ from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.core.commit.attempts import find_checkpoint
 from dist_ckpt.core.commit.records.incarnations import Incarnation, begin_incarnation
 from dist_ckpt.core.format.filenames import Attempt
-from dist_ckpt.core.saving.save import SaveOptions
+from dist_ckpt.core.saving.save_options import SaveOptions
 from dist_ckpt.core.storage import open_storage
 from ranks import Options, run_ranks, try_ranks
 from tests.multi_process.test_background_saves import (

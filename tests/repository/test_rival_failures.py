@@ -227,7 +227,8 @@ def test_stale_plan__a_state_that_changed_is_planned_again(tmp_path, changed):
 
 def run_saves(storage: Storage, values: list[torch.Tensor]) -> None:
     from dist_ckpt.core.comm.session import Session
-    from dist_ckpt.core.saving.save import SaveOptions, save_together
+    from dist_ckpt.core.saving.save import save_together
+    from dist_ckpt.core.saving.save_options import SaveOptions
     from dist_ckpt.testing.thread_channel import TEST_CONFIG
     from ranks import run_ranks
 

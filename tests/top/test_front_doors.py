@@ -16,7 +16,7 @@ from dist_ckpt.checkpointer.checkpointer_options import RunOptions
 from dist_ckpt.core.loading import load
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.saving import save
-from dist_ckpt.core.saving.save import SaveOptions
+from dist_ckpt.core.saving.save_options import SaveOptions
 from dist_ckpt.tools.average import average
 from dist_ckpt.tools.average.checkpoint_selection import AverageOptions
 

@@ -25,7 +25,8 @@ from dist_ckpt.core.loading import load
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.saving import save as saver
-from dist_ckpt.core.saving.save import SaveOptions, save_together
+from dist_ckpt.core.saving.save import save_together
+from dist_ckpt.core.saving.save_options import SaveOptions
 from dist_ckpt.core.storage.storage_wrappers import CountingStorage
 from dist_ckpt.reports import IoCount
 from dist_ckpt.testing.memory_storage import MemoryStorage

@@ -42,7 +42,7 @@ from dist_ckpt.core.saving.agreement import (
 )
 from dist_ckpt.core.saving.attachments import read_attached
 from dist_ckpt.core.saving.local_save_state import LocalSaveState
-from dist_ckpt.core.saving.save import SaveOptions
+from dist_ckpt.core.saving.save_options import SaveOptions
 from dist_ckpt.core.shard_io.memory.cell_memory import CellSource
 from dist_ckpt.core.shard_io.memory.cuda import SideStreamCopies, check_no_capture
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, SourceOf

@@ -21,7 +21,8 @@ from dist_ckpt.async_save.trainer.writer_handle import PROGRAMS, WriterHandle
 from dist_ckpt.async_save.writer.writer_messages import WRITER_END_S, Hello
 from dist_ckpt.core.runtime.lock_files import LockFile, LockOwner
 from dist_ckpt.core.shard_io.memory.cuda import Fence, PinnedArenas, SideStreams
-from dist_ckpt.errors import CheckpointError, ConflictError, StorageError, ranks_text
+from dist_ckpt.errors import CheckpointError, ConflictError, StorageError
+from dist_ckpt.message_text import ranks_text
 
 _log = logging.getLogger("dist_ckpt")
 

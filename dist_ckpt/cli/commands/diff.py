@@ -9,8 +9,7 @@ import click
 
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import DiffResult, Pair, extend
-from dist_ckpt.errors import listed
-from dist_ckpt.reports import format_count
+from dist_ckpt.message_text import format_count, listed
 from dist_ckpt.tools.inspect.diff import Difference
 from dist_ckpt.tools.inspect.diff import diff as differ
 

@@ -10,7 +10,7 @@ import click
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import EstimateResult, convert
 from dist_ckpt.core.format.index.index_json import MAX_WORLD_SIZE
-from dist_ckpt.reports import format_count, format_size
+from dist_ckpt.message_text import format_count, format_size
 from dist_ckpt.runs import retention_policy as policies
 from dist_ckpt.tools.inspect.estimate import Estimate, measure_rate
 from dist_ckpt.tools.inspect.estimate import estimate as compute

@@ -10,9 +10,9 @@ import click
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import ExportResult
 from dist_ckpt.interop.hf import export as hf
-from dist_ckpt.interop.hf.export_plan import DEFAULT_SHARD_SIZE
+from dist_ckpt.interop.hf.export import DEFAULT_SHARD_SIZE
 from dist_ckpt.interop.shrew import files
-from dist_ckpt.reports import format_size
+from dist_ckpt.message_text import format_size
 from dist_ckpt.tools.rewrite.write_plan import WritePlan
 
 

@@ -10,7 +10,7 @@ from msgspec.structs import asdict
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import FileRow, LayoutResult, extend
 from dist_ckpt.core.format.geometry import Region
-from dist_ckpt.reports import format_count, format_size
+from dist_ckpt.message_text import format_count, format_size
 from dist_ckpt.tools.inspect.describe import layout as layout_of
 
 

@@ -12,8 +12,7 @@ from dist_ckpt.cli.results import ListedRow, LsResult, convert
 from dist_ckpt.core.commit.attempts import list_entries
 from dist_ckpt.core.format.filenames import is_reserved_name
 from dist_ckpt.core.storage import open_storage
-from dist_ckpt.errors import listed
-from dist_ckpt.reports import format_count, format_size
+from dist_ckpt.message_text import format_count, format_size, listed
 from dist_ckpt.runs.listing import RunCheckpoint, checkpoints, is_run_folder
 from dist_ckpt.runs.selectors import resolve
 

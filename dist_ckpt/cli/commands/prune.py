@@ -8,7 +8,7 @@ import click
 
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import PruneResult, PruneRow, extend
-from dist_ckpt.reports import format_count, format_size
+from dist_ckpt.message_text import format_count, format_size
 from dist_ckpt.runs import retention_policy as policies
 from dist_ckpt.runs.prune import Decision
 from dist_ckpt.runs.run import Run

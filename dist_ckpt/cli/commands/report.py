@@ -12,7 +12,8 @@ import click
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.report_results import CheckpointReport, DamagedReport, RunReport
 from dist_ckpt.cli.results import convert
-from dist_ckpt.reports import Progress, format_count
+from dist_ckpt.message_text import format_count
+from dist_ckpt.reports import Progress
 from dist_ckpt.tools.report.report_content import CHECKS, Check
 from dist_ckpt.tools.report.write_report import check_target, report_facts, write_report
 

@@ -13,8 +13,7 @@ from dist_ckpt.core.commit.records.incarnations import utc
 from dist_ckpt.core.format.index.model_description import KIND, iterate_leaves
 from dist_ckpt.core.format.index.model_description import as_json as plain_json
 from dist_ckpt.default_opener import OPENER
-from dist_ckpt.errors import listed
-from dist_ckpt.reports import format_count, format_size
+from dist_ckpt.message_text import format_count, format_size, listed
 from dist_ckpt.tools.inspect.describe import CheckpointSummary, summarize
 
 

@@ -9,7 +9,7 @@ import click
 
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import StatsResult, StatsRow, convert
-from dist_ckpt.reports import format_count
+from dist_ckpt.message_text import format_count
 from dist_ckpt.runs.selectors import resolve
 from dist_ckpt.tools.inspect.describe import TensorStats
 from dist_ckpt.tools.inspect.describe import stats as stats_of

@@ -7,7 +7,7 @@ import click
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import StripResult
 from dist_ckpt.core.commit import removal
-from dist_ckpt.reports import format_count, format_size
+from dist_ckpt.message_text import format_count, format_size
 from dist_ckpt.runs.selectors import open_resolved
 from dist_ckpt.tools.rewrite.strip import count_remaining, strip_at
 

@@ -12,7 +12,7 @@ from dist_ckpt.core.checkpoint import checkpoint
 from dist_ckpt.core.checkpoint.checkpoint import TensorInfo
 from dist_ckpt.core.planning.name_selection import parse_selection
 from dist_ckpt.default_opener import OPENER
-from dist_ckpt.reports import format_count, format_size
+from dist_ckpt.message_text import format_count, format_size
 
 
 @click.command()

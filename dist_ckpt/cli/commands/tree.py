@@ -9,7 +9,7 @@ import click
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.commands.tensors import select_tensors
 from dist_ckpt.cli.results import TreeNode, TreeResult
-from dist_ckpt.reports import format_size
+from dist_ckpt.message_text import format_size
 
 
 @click.command()

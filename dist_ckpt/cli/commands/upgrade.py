@@ -7,7 +7,7 @@ import click
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import UpgradeResult, extend
 from dist_ckpt.core.storage import open_storage, real_path
-from dist_ckpt.reports import format_count
+from dist_ckpt.message_text import format_count
 from dist_ckpt.runs.upgrade import plan_upgrade
 from dist_ckpt.runs.upgrade import upgrade as convert_root
 

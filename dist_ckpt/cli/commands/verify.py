@@ -15,8 +15,8 @@ from dist_ckpt.core.commit.records.recorded_checks import find_newest_good
 from dist_ckpt.core.shard_io.read.open_files import rows_text
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.default_opener import OPENER
-from dist_ckpt.errors import CheckpointError, NotFoundError, group_similar, listed, states_text
-from dist_ckpt.reports import format_count, format_size
+from dist_ckpt.errors import CheckpointError, NotFoundError
+from dist_ckpt.message_text import format_count, format_size, group_similar, listed, states_text
 from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
 from dist_ckpt.runs.selectors import resolve
 

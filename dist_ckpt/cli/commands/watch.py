@@ -19,7 +19,7 @@ from dist_ckpt.cli.results import WatchedRow, WatchResult, extend
 from dist_ckpt.core.commit.records.incarnations import NO_LIVENESS
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CheckpointError, NotFoundError
-from dist_ckpt.reports import format_size
+from dist_ckpt.message_text import format_size
 from dist_ckpt.runs import retention_policy as policies
 from dist_ckpt.runs.listing import Listing
 from dist_ckpt.runs.retention_policy import RetentionPolicy

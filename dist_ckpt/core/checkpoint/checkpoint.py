@@ -35,7 +35,8 @@ from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.shard_io.memory.host_array import Array
 from dist_ckpt.core.state.tree.containers import RECORD, child_name, find_enclosing_subclass
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.errors import CorruptError, IncompatibleError, listed
+from dist_ckpt.errors import CorruptError, IncompatibleError
+from dist_ckpt.message_text import listed
 from dist_ckpt.settings import Settings
 
 # How many shard files stay open between reads: enough for the shards of a tensor on one host.

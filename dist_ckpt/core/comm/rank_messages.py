@@ -21,7 +21,8 @@ from dist_ckpt.core.format.strict_json import max_memory, memory_problem
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.processes import ProcessId, ProcessState
 from dist_ckpt.core.runtime.typed_msgpack import Message
-from dist_ckpt.errors import CheckpointError, CorruptError, RankError, ranks_text
+from dist_ckpt.errors import CheckpointError, CorruptError, RankError
+from dist_ckpt.message_text import ranks_text
 
 T = TypeVar("T")
 

@@ -42,9 +42,7 @@ from dist_ckpt.core.format.filenames import (
     trash_name,
 )
 from dist_ckpt.core.storage import Storage, refuse_linked_step
-from dist_ckpt.core.storage.storage_wrappers import free_nbytes
 from dist_ckpt.errors import CheckpointError, StorageError
-from dist_ckpt.reports import format_count, format_size
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -207,38 +205,6 @@ def _find_garbage(
         or status.attempt in superseded
         or (status.state == "open" and status.modified_at < oldest)
     ]
-
-
-def check_room(storage: Storage, path: str, nbytes: int) -> None:
-    """Raise StorageError if `nbytes` do not fit at `path`, with what could be freed."""
-    free = free_nbytes(storage, path)
-    if free is None or free >= nbytes:
-        return
-    raise StorageError(
-        f"{path}: No space left on device (ENOSPC): this save needs {format_size(nbytes)}, "
-        f"{format_size(free)} are free, and {format_size(nbytes - free)} are missing. "
-        f"{_describe_neighbours(storage, path)}. A save needs room for one checkpoint more than "
-        f"you keep: free space, or save somewhere else"
-    )
-
-
-def _describe_neighbours(storage: Storage, path: str) -> str:
-    """Return a text about the other checkpoints, and the dead saves, in the folder of `path`."""
-    root, name = posixpath.split(path)
-    folders = [entry.name for entry in list_entries(storage, root) if entry.kind == "folder"]
-    others = [
-        status
-        for folder in folders
-        if folder != name
-        for status in list_statuses(storage, f"{root}/{folder}")
-    ]
-    committed = [status.nbytes for status in others if status.state == "committed"]
-    num_dead = sum(status.state in ("open", "abandoned") for status in others)
-    return (
-        f"{root} has {format_count(len(committed), 'other checkpoint')} of "
-        f"{format_size(sum(committed))} (`dist-ckpt prune` removes some), and "
-        f"{format_count(num_dead, 'unfinished save')} (`dist-ckpt gc` removes dead ones)"
-    )
 
 
 def list_all_garbage(storage: Storage, root: str, *, grace_s: float, now: float) -> tuple[str, ...]:

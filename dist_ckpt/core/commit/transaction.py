@@ -8,6 +8,7 @@ rank.
 from __future__ import annotations
 
 import logging
+import posixpath
 import secrets
 import time
 from collections import defaultdict
@@ -21,6 +22,7 @@ from msgspec.structs import asdict
 from dist_ckpt.core.comm.exchange.channel import Channel, Exchange
 from dist_ckpt.core.comm.rank_messages import NoAnswerError
 from dist_ckpt.core.commit import attempts, commit_protocol, removal
+from dist_ckpt.core.commit.attempts import list_entries, list_statuses
 from dist_ckpt.core.commit.receipts import (
     build_attached_table,
     build_file_tables,
@@ -36,14 +38,9 @@ from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.planning.plan import FileReceipt, Receipt, ReplicaDigests
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.errors import (
-    CheckpointError,
-    StorageError,
-    UnequalReplicasError,
-    listed,
-    ranks_text,
-    remedy_of_parts,
-)
+from dist_ckpt.core.storage.storage_wrappers import free_nbytes
+from dist_ckpt.errors import CheckpointError, StorageError, UnequalReplicasError
+from dist_ckpt.message_text import format_count, format_size, listed, ranks_text, remedy_of_parts
 from dist_ckpt.reports import IoCount, Phases, SaveReport, find_slowest
 from dist_ckpt.settings import Settings
 
@@ -207,9 +204,9 @@ class Transaction:
         try:
             attempt = self.claim(storage, path, overwrite=overwrite, incarnation=incarnation)
         except StorageError:  # a claim needs some room too
-            removal.check_room(storage, path, nbytes)
+            _check_room(storage, path, nbytes)
             raise
-        removal.check_room(storage, path, nbytes)  # the claim has removed dead saves at `path`
+        _check_room(storage, path, nbytes)  # the claim has removed dead saves at `path`
         return attempt
 
     def join_attempt(self, storage: Storage, path: str, attempt: Attempt) -> None:
@@ -436,4 +433,36 @@ def _unequal_replicas_text(groups_by_rank: Sequence[Mapping[str, Mapping[str, st
         f"ranks hold different values under the same name: {listed(unequal, '; ')}. A name is "
         f"stored once, so its value must be equal on all ranks: broadcast the value first, or "
         f"{remedy}."
+    )
+
+
+def _check_room(storage: Storage, path: str, nbytes: int) -> None:
+    """Raise StorageError if `nbytes` do not fit at `path`, with what could be freed."""
+    free = free_nbytes(storage, path)
+    if free is None or free >= nbytes:
+        return
+    raise StorageError(
+        f"{path}: No space left on device (ENOSPC): this save needs {format_size(nbytes)}, "
+        f"{format_size(free)} are free, and {format_size(nbytes - free)} are missing. "
+        f"{_describe_neighbours(storage, path)}. A save needs room for one checkpoint more than "
+        f"you keep: free space, or save somewhere else"
+    )
+
+
+def _describe_neighbours(storage: Storage, path: str) -> str:
+    """Return a text about the other checkpoints, and the dead saves, in the folder of `path`."""
+    root, name = posixpath.split(path)
+    folders = [entry.name for entry in list_entries(storage, root) if entry.kind == "folder"]
+    others = [
+        status
+        for folder in folders
+        if folder != name
+        for status in list_statuses(storage, f"{root}/{folder}")
+    ]
+    committed = [status.nbytes for status in others if status.state == "committed"]
+    num_dead = sum(status.state in ("open", "abandoned") for status in others)
+    return (
+        f"{root} has {format_count(len(committed), 'other checkpoint')} of "
+        f"{format_size(sum(committed))} (`dist-ckpt prune` removes some), and "
+        f"{format_count(num_dead, 'unfinished save')} (`dist-ckpt gc` removes dead ones)"
     )

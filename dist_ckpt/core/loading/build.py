@@ -25,7 +25,8 @@ from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.state.tensors.plain_torch import make_torch_value
 from dist_ckpt.core.storage import Storage, open_storage
-from dist_ckpt.errors import IncompatibleError, listed
+from dist_ckpt.errors import IncompatibleError
+from dist_ckpt.message_text import listed
 
 Model = TypeVar("Model", bound=nn.Module)
 

@@ -25,14 +25,8 @@ from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.state.binding.bind import unexpected_problem
 from dist_ckpt.core.state.tensors.plain_torch import make_torch_value
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.errors import (
-    CheckpointError,
-    IncompatibleError,
-    StorageError,
-    listed,
-    merge_similar,
-    ranks_text,
-)
+from dist_ckpt.errors import CheckpointError, IncompatibleError, StorageError
+from dist_ckpt.message_text import listed, merge_similar, ranks_text
 from dist_ckpt.reports import find_slowest
 
 _log = logging.getLogger("dist_ckpt")

@@ -10,9 +10,9 @@ from typing import Literal, get_args
 from dist_ckpt.core.format.index.model_description import check_description
 from dist_ckpt.core.planning.name_selection import Cast, Selection, parse_cast, parse_selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
+from dist_ckpt.core.runtime.arguments import check_flag
 from dist_ckpt.core.state.binding.sources.rename import parse_rename
 from dist_ckpt.core.storage import open_storage
-from dist_ckpt.errors import check_flag
 
 # Blocks that several ranks need are read once on each host, once in the job, or by all.
 ReadOnce = Literal["host", "job", "off"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import takewhile
 
-from dist_ckpt.errors import check_flag
+from dist_ckpt.core.runtime.arguments import check_flag
 
 # The matches of longer names are not cached: with the names above, they would take memory that
 # grows with the square of the length.

@@ -4,5 +4,5 @@
 - Several calls at once, a call that may hang: `threads.py`.
 - A clock without the stops of this process, the state of another process: `processes.py`.
 - A private name of torch: `torch_private.py`, whose table lists all of them.
-- A public name that is renamed: `public_names.py`.
+- A check of an argument: `arguments.py`. A public name that is renamed: `public_names.py`.
 """

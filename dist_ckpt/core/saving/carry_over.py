@@ -43,7 +43,8 @@ from dist_ckpt.core.shard_io.write.link_unchanged import MAX_SHARED
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.storage_wrappers import CountingStorage
-from dist_ckpt.errors import NotFoundError, StorageError, listed
+from dist_ckpt.errors import NotFoundError, StorageError
+from dist_ckpt.message_text import listed
 from dist_ckpt.reports import IoCount, LoadReport
 
 _log = logging.getLogger("dist_ckpt")

@@ -25,7 +25,7 @@ from dist_ckpt.core.planning.plan import SavePlan
 from dist_ckpt.core.planning.sharding_config import ShardingConfig, plan_reshard
 from dist_ckpt.core.state.binding.sources.saved_tree import state_name
 from dist_ckpt.core.state.tree.containers import child_name, find_enclosing_subclass, is_mapping
-from dist_ckpt.errors import listed
+from dist_ckpt.message_text import listed
 
 _PARAMS = ".params"
 

@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from math import inf, isfinite
-from typing import Literal, get_args
 
-import torch
 from torch.distributed import ProcessGroup
 
-from dist_ckpt import __version__
 from dist_ckpt.core.checkpoint.verify_checkpoint import record_damage
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.attempts import not_found_if_removed
-from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.commit.records.recorded_checks import is_known_damaged
-from dist_ckpt.core.commit.transaction import IndexFields, RankWriteResult, Transaction
-from dist_ckpt.core.format.checksums import document_digest
+from dist_ckpt.core.commit.transaction import RankWriteResult, Transaction
 from dist_ckpt.core.format.filenames import Attempt
-from dist_ckpt.core.format.index.model_description import add_description, check_description
-from dist_ckpt.core.format.objects.plain_codec import check_plain, encode_value
-from dist_ckpt.core.format.strict_json import Scalar, is_text
-from dist_ckpt.core.planning.name_selection import Selection, parse_patterns, parse_selection
-from dist_ckpt.core.planning.plan import FileReceipt, Inventory, ReplicaDigests
+from dist_ckpt.core.planning.plan import FileReceipt, Inventory
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.saving.agreement import (
@@ -39,130 +29,16 @@ from dist_ckpt.core.saving.agreement import (
     SaveCache,
     agree,
 )
-from dist_ckpt.core.saving.attachments import Attachments, ReadAttachments, read_attached
+from dist_ckpt.core.saving.attachments import Attachments, read_attached
 from dist_ckpt.core.saving.carry_over import CarryOver, CarrySource, open_source
-from dist_ckpt.core.saving.local_save_state import FIRST_NBYTES, LocalSaveState, StateReader
+from dist_ckpt.core.saving.local_save_state import LocalSaveState, StateReader
+from dist_ckpt.core.saving.save_options import CheckReplicas, SaveOptions
 from dist_ckpt.core.shard_io.write.link_unchanged import SavedFiles, write_or_link
 from dist_ckpt.core.state.tree.containers import State
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.storage_wrappers import CountingStorage
-from dist_ckpt.errors import UnequalReplicasError, check_flag, check_whole
+from dist_ckpt.errors import UnequalReplicasError
 from dist_ckpt.reports import IoCount, LoadReport, Phases, SaveReport
-
-# The objects file has the user's metadata. The index has a copy of its short scalars, so that a
-# listing reads one document.
-MAX_MIRRORED_CHARS = 1024
-
-
-# "all" compares every byte of replicas; "sample" does so only in the first save of a layout.
-CheckReplicas = Literal["sample", "all"]
-
-
-def never_urgent() -> bool:
-    """Return False: a background save waits for an earlier save."""
-    return False
-
-
-def need_no_room(_nbytes: int) -> None:
-    """Do nothing: the save removes nothing to make room on the storage."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOptions:
-    """The options of `save`. Call `check` inside an exchange, so that all ranks raise its error.
-
-    Only a run sets the last four fields:
-
-    - `incarnation` is the incarnation of the run: a save of an older incarnation is refused.
-    - `boundary` is the number of this call of `run.step` or `run.poll`, equal on all ranks.
-    - `is_urgent` returns True if a background save must not wait for an earlier save.
-    - `make_room` removes old checkpoints. Rank 0 passes the bytes to write, before the claim.
-    """
-
-    step: int | None = None
-    sharding: ShardingConfig | None = None
-    overwrite: bool = False
-    metadata: Mapping[str, object] | None = None
-    include: str | Sequence[str] | None = None
-    exclude: str | Sequence[str] | None = None
-    include_frozen: bool = True
-    config: Mapping[str, object] | None = None
-    kind: str | None = None
-    attach: Attachments | ReadAttachments | None = None
-    link_unchanged: str | Sequence[str] = ()
-    carry_over: LoadReport | None = None
-    check_replicas: CheckReplicas = "sample"
-    incarnation: Incarnation | None = None
-    boundary: int | None = None
-    is_urgent: Callable[[], bool] = never_urgent
-    make_room: Callable[[int], None] = need_no_room
-
-    def check(self) -> None:
-        """Raise TypeError or ValueError for options that are not valid."""
-        if self.step is not None:
-            check_whole("step", self.step, 0)
-        if self.sharding is not None and not isinstance(self.sharding, ShardingConfig):
-            raise TypeError(f"sharding is a {type(self.sharding).__name__}: give a ShardingConfig")
-        check_flag("overwrite", self.overwrite)
-        self.selection()
-        if self.metadata is not None:
-            if not isinstance(self.metadata, Mapping):
-                raise TypeError(f"metadata is a {type(self.metadata).__name__}: give a dict")
-            check_plain(dict(self.metadata), "metadata")
-        check_description(self.metadata, self.config, self.kind)
-        parse_patterns(self.link_unchanged, "link_unchanged")
-        check_replicas_option(self.check_replicas)
-
-    def all_metadata(self) -> dict[str, object]:
-        """Return the metadata with `config` and `kind` in it."""
-        return add_description(self.metadata, self.config, self.kind)
-
-    def local_state(self, session: Session, state: State | StateReader) -> LocalSaveState:
-        """Read this rank's state. ValueError or TypeError if it cannot be saved."""
-        link_unchanged = parse_patterns(self.link_unchanged, "link_unchanged")
-        return LocalSaveState.read(session, state, self.sharding, self.selection(), link_unchanged)
-
-    def selection(self) -> Selection:
-        """Return the selection of the names to save. Raises TypeError or ValueError."""
-        return parse_selection(self.include, self.exclude, self.include_frozen)
-
-    def index_fields(self) -> IndexFields:
-        """Return the fields of the index that follow from these options."""
-        return IndexFields(
-            step=self.step,
-            metadata=_select_scalars(self.all_metadata()),
-            saved_by={"dist_ckpt": __version__, "torch": str(torch.__version__)},
-        )
-
-    def arguments(self, path: str, attached: Mapping[str, bytes]) -> SaveArguments:
-        """Return the arguments of a rank with these options, after `check`."""
-        digests = tuple((name, document_digest(data)) for name, data in sorted(attached.items()))
-        linked = parse_patterns(self.link_unchanged, "link_unchanged")
-        return SaveArguments(
-            step=self.step,
-            path=path,
-            overwrite=self.overwrite,
-            metadata=document_digest(encode_value(self.all_metadata())),
-            attached=digests,
-            selection=f"{self.selection()}{f' link_unchanged={[*linked]}' if linked else ''}",
-            root="" if self.incarnation is None else self.incarnation.root,
-            incarnation_number=0 if self.incarnation is None else self.incarnation.number,
-            boundary=self.boundary,
-            check_replicas=self.check_replicas,
-        )
-
-    def replica_digests(self, local_state: LocalSaveState, plan: AgreedPlan) -> ReplicaDigests:
-        """Return the digests of this rank's replicas. A new plan has no name of a save yet."""
-        whole_nbytes = FIRST_NBYTES if not plan.save_name else 0
-        return local_state.replica_digests(
-            plan.save_plan, whole_nbytes=inf if self.check_replicas == "all" else whole_nbytes
-        )
-
-
-def check_replicas_option(value: object) -> None:
-    """Raise ValueError for another value of `check_replicas`."""
-    if value not in get_args(CheckReplicas):
-        raise ValueError(f'check_replicas={value!r}: give "sample" or "all"')
 
 
 @refuse_old_parameters(frozen="include_frozen", reuse="link_unchanged", carry="carry_over")
@@ -393,18 +269,3 @@ class _RankWriter:
             time.monotonic() - start,
             linked.plus_all(part.linked),
         )
-
-
-def _select_scalars(metadata: Mapping[str, object]) -> dict[str, Scalar]:
-    """Return the short scalars of the metadata. JSON has no NaN, so it becomes a string."""
-    mirrored: dict[str, Scalar] = {}
-    for key, value in metadata.items():
-        if type(key) is not str or not is_text(key):
-            continue
-        if value is None or type(value) is bool or (type(value) is int and abs(value) < 1 << 63):
-            mirrored[key] = value
-        elif type(value) is float:
-            mirrored[key] = value if isfinite(value) else str(value)
-        elif type(value) is str and len(value) <= MAX_MIRRORED_CHARS and is_text(value):
-            mirrored[key] = value
-    return mirrored

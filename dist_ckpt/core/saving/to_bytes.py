@@ -23,7 +23,7 @@ from dist_ckpt.core.saving.local_save_state import encode_objects_files
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, SourceOf, write_all
 from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory
 from dist_ckpt.core.state.tree.containers import State
-from dist_ckpt.errors import listed
+from dist_ckpt.message_text import listed
 
 
 def to_bytes(state: State) -> bytes:

@@ -47,7 +47,8 @@ from dist_ckpt.core.planning.name_selection import (
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.saving.local_save_state import StateReader
-from dist_ckpt.core.saving.save import SaveOptions, save_together
+from dist_ckpt.core.saving.save import save_together
+from dist_ckpt.core.saving.save_options import SaveOptions
 from dist_ckpt.core.state.binding.sources.rename import Rename, parse_rename
 from dist_ckpt.core.state.tensors.plain_torch import make_torch_value
 from dist_ckpt.core.state.tree.containers import MutableState
@@ -57,7 +58,8 @@ from dist_ckpt.errors import ConflictError, RankError
 from dist_ckpt.interop.dcp.flat_state_dict import DcpKeys, PlannedReads, read_local_state
 from dist_ckpt.interop.imports import StrPath, open_pickled
 from dist_ckpt.interop.readers.nested_state import ImportFilter
-from dist_ckpt.reports import LoadReport, Phases, SaveReport, format_size
+from dist_ckpt.message_text import format_size
+from dist_ckpt.reports import LoadReport, Phases, SaveReport
 from dist_ckpt.settings import launched_world_size
 
 _log = logging.getLogger("dist_ckpt")

@@ -26,13 +26,19 @@ from dist_ckpt.core.state.tensors.plain_torch import make_torch_value
 from dist_ckpt.core.state.tree.containers import RECORD
 from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.default_opener import OPENER
-from dist_ckpt.errors import IncompatibleError, StorageError, listed
+from dist_ckpt.errors import IncompatibleError, StorageError
 from dist_ckpt.interop.dcp.flat_state_dict import DcpKeys
-from dist_ckpt.interop.new_folder import check_no_folder, new_folder, write_document
 from dist_ckpt.interop.registry import DCP_METADATA
 from dist_ckpt.interop.torch_save.export import can_be_saved
+from dist_ckpt.message_text import listed
 from dist_ckpt.reports import CopyProgress, Progress
-from dist_ckpt.tools.new_file import StreamedFile, check_outside
+from dist_ckpt.tools.new_files import (
+    StreamedFile,
+    check_no_folder,
+    check_outside,
+    new_folder,
+    write_document,
+)
 from dist_ckpt.tools.rewrite.write_plan import WritePlan
 
 _DATA_FILE = "__0_0.distcp"

@@ -1,7 +1,7 @@
 """Hugging Face folders of safetensors files: read and export.
 
-- The size of the files, and which tensor is in which file: `export_plan.py`.
-- The files themselves and their index: `export.py`. Folders that are read in place: `read.py`.
+- What an export writes, the size of the files and which tensor is in which file: `export.py`.
+- Folders that are read in place: `read.py`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from dist_ckpt.core.format.index.index import Node
 from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError, listed
+from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.interop.readers.virtual_checkpoint import (
     MODEL,
     ForeignChunk,
@@ -27,6 +27,7 @@ from dist_ckpt.interop.readers.virtual_checkpoint import (
     build_virtual_checkpoint,
 )
 from dist_ckpt.interop.registry import HF_INDEX, open_file, read_bytes
+from dist_ckpt.message_text import listed
 
 MAX_HEADER_NBYTES = 100_000_000  # the limit of the safetensors library
 _MAX_INDEX_NBYTES = 256 << 20  # more than any index has

@@ -25,7 +25,8 @@ from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Shape, check_shape
 from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS
 from dist_ckpt.core.storage import ReadableFile
-from dist_ckpt.errors import CorruptError, IncompatibleError, listed
+from dist_ckpt.errors import CorruptError, IncompatibleError
+from dist_ckpt.message_text import listed
 
 T = TypeVar("T")
 

@@ -34,13 +34,14 @@ from dist_ckpt.core.state.tensors.plain_torch import make_torch_value
 from dist_ckpt.core.state.tree.containers import RECORD, create_container, is_mapping
 from dist_ckpt.core.storage import real_path
 from dist_ckpt.default_opener import OPENER
-from dist_ckpt.errors import CorruptError, IncompatibleError, listed
+from dist_ckpt.errors import CorruptError, IncompatibleError
 from dist_ckpt.interop.dcp.flat_state_dict import find_trained_models, relative_param_names
-from dist_ckpt.interop.hf.export_plan import WINDOW_NBYTES, ExportedTensor
+from dist_ckpt.interop.hf.export import WINDOW_NBYTES, ExportedTensor
 from dist_ckpt.interop.readers.torch_pickles import STORAGES
 from dist_ckpt.interop.registry import SAFETENSORS
+from dist_ckpt.message_text import listed
 from dist_ckpt.reports import CopyProgress, Progress
-from dist_ckpt.tools.new_file import check_new_file, check_outside, new_file
+from dist_ckpt.tools.new_files import check_new_file, check_outside, new_file
 from dist_ckpt.tools.rewrite.write_plan import WritePlan, plan_file_export
 
 __all__ = ["export_file"]

@@ -16,11 +16,12 @@ from dist_ckpt.core.commit.records.record_store import can_keep_records, can_lea
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.planning.name_selection import parse_selection
+from dist_ckpt.core.runtime.arguments import LEAST_POSITIVE, check_flag, check_number
 from dist_ckpt.core.storage import Storage, real_path
-from dist_ckpt.errors import LEAST_POSITIVE, StorageError, check_flag, check_number
+from dist_ckpt.errors import StorageError
 from dist_ckpt.runs import selectors
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
-from dist_ckpt.tools.new_file import check_outside
+from dist_ckpt.tools.new_files import check_outside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

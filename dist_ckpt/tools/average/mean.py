@@ -24,7 +24,8 @@ from dist_ckpt.core.planning.plan import FilePlan, TensorRequest
 from dist_ckpt.core.runtime.host_memory import BufferPool, allocate_scratch
 from dist_ckpt.core.shard_io.read.read_windows import Window, cut_into_windows, read_ahead
 from dist_ckpt.core.state.tree.containers import find_enclosing_subclass
-from dist_ckpt.errors import IncompatibleError, listed
+from dist_ckpt.errors import IncompatibleError
+from dist_ckpt.message_text import listed
 from dist_ckpt.tools.average.checkpoint_selection import AverageSource
 
 # --- choose the tensors, and check that all sources have them. Pure ----------------------------

@@ -15,7 +15,8 @@ from dist_ckpt.core.commit.records.record_store import can_keep_records
 from dist_ckpt.core.format.filenames import BACKUP, RESERVED_NAMES
 from dist_ckpt.core.format.index.model_description import as_config, iterate_leaves
 from dist_ckpt.core.storage import Storage, open_storage
-from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError, states_text
+from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError
+from dist_ckpt.message_text import states_text
 from dist_ckpt.runs.listing import is_run_folder, list_run
 
 _log = logging.getLogger("dist_ckpt")

@@ -18,9 +18,9 @@ from dist_ckpt.core.format.index.model_description import (
     find_stored_differences,
 )
 from dist_ckpt.core.planning.name_selection import Selection, parse_selection
+from dist_ckpt.core.runtime.arguments import check_flag, check_number
 from dist_ckpt.core.shard_io.memory.host_array import has_numbers, numbers, numpy_module
 from dist_ckpt.default_opener import OPENER
-from dist_ckpt.errors import check_flag, check_number
 from dist_ckpt.reports import CopyProgress, Progress
 
 if TYPE_CHECKING:

@@ -12,10 +12,11 @@ from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.planning.save.save_planner import stored_nbytes
 from dist_ckpt.core.planning.sharding_config import plan_reshard
+from dist_ckpt.core.runtime.arguments import LEAST_POSITIVE, check_number, check_whole
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.storage_wrappers import free_nbytes
 from dist_ckpt.default_opener import OPENER
-from dist_ckpt.errors import LEAST_POSITIVE, StorageError, check_number, check_whole
+from dist_ckpt.errors import StorageError
 from dist_ckpt.runs.policy_text import parse_rules
 from dist_ckpt.runs.retention_policy import Candidate, RetentionPolicy
 from dist_ckpt.tools.rewrite.reshard import even_sharding

@@ -22,10 +22,10 @@ from dist_ckpt.core.commit.records.incarnations import utc
 from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.errors import NotFoundError
-from dist_ckpt.reports import format_size
+from dist_ckpt.message_text import format_size
 from dist_ckpt.runs.listing import RunCheckpoint, checkpoints
 from dist_ckpt.runs.selectors import resolve
-from dist_ckpt.tools.new_file import check_new_file, new_file
+from dist_ckpt.tools.new_files import check_new_file, new_file
 from dist_ckpt.tools.report.report_content import (
     CHECKS,
     Check,

@@ -21,14 +21,15 @@ from dist_ckpt.core.commit.records.record_store import (
 from dist_ckpt.core.commit.transaction import CommitDecision, Transaction
 from dist_ckpt.core.format.filenames import BACKUP, Attempt
 from dist_ckpt.core.format.index.index import Index
+from dist_ckpt.core.runtime.arguments import check_flag
 from dist_ckpt.core.storage import Storage, entry_path, open_storage, real_path
 from dist_ckpt.core.storage.storage_wrappers import CountingStorage
-from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, NotFoundError, check_flag
+from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, NotFoundError
 from dist_ckpt.interop.registry import open_foreign
 from dist_ckpt.reports import Phases, Progress, SaveReport
 from dist_ckpt.runs.metrics import metrics_by_checkpoint, put_metrics
 from dist_ckpt.runs.selectors import open_resolved
-from dist_ckpt.tools.new_file import check_outside
+from dist_ckpt.tools.new_files import check_outside
 from dist_ckpt.tools.rewrite.write_plan import WritePlan, paths_to_replace
 
 _log = logging.getLogger("dist_ckpt")

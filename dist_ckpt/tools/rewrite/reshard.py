@@ -33,6 +33,7 @@ from dist_ckpt.core.planning.name_selection import (
 from dist_ckpt.core.planning.plan import Receipt
 from dist_ckpt.core.planning.save.save_planner import plan_all_files, stored_nbytes
 from dist_ckpt.core.planning.sharding_config import ShardingConfig, plan_reshard
+from dist_ckpt.core.runtime.arguments import check_flag
 from dist_ckpt.core.saving.carry_plan import (
     merge_objects_files,
     select_carried_names,
@@ -44,7 +45,7 @@ from dist_ckpt.core.state.tree.containers import child_name, is_mapping
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.storage_wrappers import CountingStorage
 from dist_ckpt.default_opener import OPENER
-from dist_ckpt.errors import check_flag, listed
+from dist_ckpt.message_text import listed
 from dist_ckpt.reports import CopyProgress, Phases, Progress, SaveReport
 from dist_ckpt.tools.rewrite.write_plan import WritePlan, paths_to_replace
 

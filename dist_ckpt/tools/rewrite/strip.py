@@ -33,10 +33,12 @@ from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Index, Node, ObjectsFileRecord
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
+from dist_ckpt.core.runtime.arguments import check_flag
 from dist_ckpt.core.shard_io.write.shard_writer import write_document
 from dist_ckpt.core.storage import Storage, refuse_linked_step
 from dist_ckpt.core.storage.storage_wrappers import CountingStorage
-from dist_ckpt.errors import CheckpointError, ConflictError, StorageError, check_flag, listed
+from dist_ckpt.errors import CheckpointError, ConflictError, StorageError
+from dist_ckpt.message_text import listed
 from dist_ckpt.reports import IoCount, Phases, Progress, SaveReport
 from dist_ckpt.runs.metrics import metrics_by_checkpoint, put_metrics
 from dist_ckpt.runs.prune import check_unprotected

@@ -20,7 +20,8 @@ import dist_ckpt as dc
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
-from dist_ckpt.core.saving.save import SaveOptions, save_together
+from dist_ckpt.core.saving.save import save_together
+from dist_ckpt.core.saving.save_options import SaveOptions
 from dist_ckpt.core.storage import ReadableFile
 from dist_ckpt.testing.memory_storage import MemoryStorage
 

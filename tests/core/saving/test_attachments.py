@@ -19,7 +19,8 @@ from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.attempts import find_checkpoint
 from dist_ckpt.core.saving import attachments
 from dist_ckpt.core.saving.attachments import read_attached
-from dist_ckpt.core.saving.save import SaveOptions, save_together
+from dist_ckpt.core.saving.save import save_together
+from dist_ckpt.core.saving.save_options import SaveOptions
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage

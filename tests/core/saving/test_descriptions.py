@@ -16,7 +16,8 @@ from dist_ckpt.cli import main
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.format.index.model_description import as_json, find_differences
 from dist_ckpt.core.format.objects.plain_codec import decode_value, encode_value
-from dist_ckpt.core.saving.save import SaveOptions, save_together
+from dist_ckpt.core.saving.save import save_together
+from dist_ckpt.core.saving.save_options import SaveOptions
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.thread_channel import TEST_CONFIG

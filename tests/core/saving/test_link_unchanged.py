@@ -15,7 +15,8 @@ from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import removal
 from dist_ckpt.core.format.shard_file import ShardFile, decode_header
 from dist_ckpt.core.planning.plan import FileReceipt
-from dist_ckpt.core.saving.save import SaveOptions, save_together
+from dist_ckpt.core.saving.save import save_together
+from dist_ckpt.core.saving.save_options import SaveOptions
 from dist_ckpt.core.shard_io.write import link_unchanged
 from dist_ckpt.core.shard_io.write.link_unchanged import (
     MAX_SHARED,

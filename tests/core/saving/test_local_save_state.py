@@ -11,7 +11,8 @@ import torch
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.saving import local_save_state, save
 from dist_ckpt.core.saving.local_save_state import digest_sample, digest_whole
-from dist_ckpt.core.saving.save import SaveOptions, save_together
+from dist_ckpt.core.saving.save import save_together
+from dist_ckpt.core.saving.save_options import SaveOptions
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource
 from dist_ckpt.errors import UnequalReplicasError
 from dist_ckpt.testing.memory_storage import MemoryStorage

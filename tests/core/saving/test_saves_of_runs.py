@@ -16,7 +16,8 @@ from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import commit_protocol
 from dist_ckpt.core.commit.attempts import find_checkpoint, list_attempts
 from dist_ckpt.core.commit.records.incarnations import Incarnation, begin_incarnation, read_history
-from dist_ckpt.core.saving.save import SaveOptions, save_together
+from dist_ckpt.core.saving.save import save_together
+from dist_ckpt.core.saving.save_options import SaveOptions
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, ExistsError
 from dist_ckpt.reports import SaveReport

@@ -27,7 +27,8 @@ from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import removal
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
-from dist_ckpt.core.saving.save import SaveOptions, save_together
+from dist_ckpt.core.saving.save import save_together
+from dist_ckpt.core.saving.save_options import SaveOptions
 from dist_ckpt.errors import CheckpointError, RankError
 from dist_ckpt.settings import Settings
 from dist_ckpt.testing.memory_storage import MemoryStorage

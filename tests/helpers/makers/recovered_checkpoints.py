@@ -36,7 +36,8 @@ from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.saving.agreement import SaveCache
-from dist_ckpt.core.saving.save import SaveOptions, save_together
+from dist_ckpt.core.saving.save import save_together
+from dist_ckpt.core.saving.save_options import SaveOptions
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.reports import LoadReport
 from dist_ckpt.testing.thread_channel import TEST_CONFIG

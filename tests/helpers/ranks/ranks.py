@@ -37,7 +37,8 @@ from typing import IO, Any, Literal
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
-from dist_ckpt.core.saving.save import SaveOptions, save_together
+from dist_ckpt.core.saving.save import save_together
+from dist_ckpt.core.saving.save_options import SaveOptions
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.default_opener import OPENER
 from dist_ckpt.reports import LoadReport, SaveReport

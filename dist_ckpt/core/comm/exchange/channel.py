@@ -24,7 +24,8 @@ from dist_ckpt.core.comm.rank_messages import (
     unpack,
 )
 from dist_ckpt.core.runtime.typed_msgpack import Message
-from dist_ckpt.errors import CheckpointError, ranks_text
+from dist_ckpt.errors import CheckpointError
+from dist_ckpt.message_text import ranks_text
 from dist_ckpt.reports import IoCount
 
 T = TypeVar("T")

@@ -33,7 +33,8 @@ from dist_ckpt.core.comm.rank_messages import (
     unpack,
 )
 from dist_ckpt.core.runtime.processes import running_time
-from dist_ckpt.errors import RankError, listed, ranks_text
+from dist_ckpt.errors import RankError
+from dist_ckpt.message_text import listed, ranks_text
 from dist_ckpt.settings import Settings
 
 _log = logging.getLogger("dist_ckpt")

@@ -19,7 +19,7 @@ from dist_ckpt.core.comm.key_value.client_thread import Store, StoreClientThread
 from dist_ckpt.core.comm.rank_messages import Heartbeat, Question, Sighting, unpack
 from dist_ckpt.core.runtime.processes import ProcessId, ProcessState, find_state, running_time
 from dist_ckpt.core.runtime.typed_msgpack import encode
-from dist_ckpt.errors import ranks_text
+from dist_ckpt.message_text import ranks_text
 from dist_ckpt.settings import Settings
 
 # With more ranks, each rank polls less often, since all of them use one store.

@@ -17,14 +17,9 @@ from dist_ckpt.core.commit.records.protections import LEASE
 from dist_ckpt.core.commit.records.record_store import can_lease
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Index
+from dist_ckpt.core.runtime.arguments import LEAST_POSITIVE, check_number
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.errors import (
-    LEAST_POSITIVE,
-    CheckpointError,
-    NotFoundError,
-    StorageError,
-    check_number,
-)
+from dist_ckpt.errors import CheckpointError, NotFoundError, StorageError
 
 _log = logging.getLogger("dist_ckpt")
 

@@ -2,6 +2,6 @@
 
 - The blocks that are shared, and the rank that reads each: `core/planning/load/read_sharing.py`.
 - The requests of the ranks, and the ranks that can share: `shared_read_group.py`.
-- The reads of one rank: `shared_work.py`. Their execution, in threads: `shared_reader.py`.
+- The reads of one rank, and their execution in threads: `shared_reader.py`.
 - A shared read for DCP, which has its own plan: `PlannedReads` in `interop/dcp/`.
 """

@@ -26,7 +26,7 @@ from dist_ckpt.core.planning.load.read_sharing import (
 from dist_ckpt.core.runtime.typed_msgpack import Message, decode, encode
 from dist_ckpt.core.shard_io.read.block_reads import find_shard_blocks, group_by_shard
 from dist_ckpt.core.shard_io.read.open_files import OpenFiles
-from dist_ckpt.errors import ranks_text
+from dist_ckpt.message_text import ranks_text
 
 _log = logging.getLogger("dist_ckpt")
 

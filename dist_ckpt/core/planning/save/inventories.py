@@ -43,7 +43,7 @@ from dist_ckpt.core.planning.tensor_views import (
     mesh_positions,
     whole_layout,
 )
-from dist_ckpt.errors import ranks_text
+from dist_ckpt.message_text import ranks_text
 
 # With more components, all tensors are stored as one.
 MAX_COMPONENTS = 16

@@ -30,7 +30,7 @@ from dist_ckpt.core.planning.save import inventories
 from dist_ckpt.core.planning.save.balance import TensorOwnership, balance, cell_numels
 from dist_ckpt.core.planning.save.inventories import RankView, difference_text, merge_views
 from dist_ckpt.core.planning.tensor_views import Parts, RuleSharded, View, compute_cells
-from dist_ckpt.errors import remedy_of_parts
+from dist_ckpt.message_text import remedy_of_parts
 
 # Smaller blocks are copied together for one write: a copy costs less than a system call.
 SMALL_NBYTES = 1 << 20

@@ -36,7 +36,8 @@ from dist_ckpt.core.shard_io.read.block_reads import (
 )
 from dist_ckpt.core.shard_io.read.open_files import OpenFile, OpenFiles
 from dist_ckpt.core.storage import ReadableFile
-from dist_ckpt.errors import CorruptError, StorageError, listed
+from dist_ckpt.errors import CorruptError, StorageError
+from dist_ckpt.message_text import listed
 
 # The bytes to read and digest at once, while a processor has them cached. Measured with 1 GiB: from
 # the page cache, 1 MiB is as fast as 2 MiB, and 8 MiB is somewhat slower. From the disk, 2 MiB is

@@ -30,7 +30,8 @@ from dist_ckpt.core.format.shard_file import (
 from dist_ckpt.core.planning.plan import LoadPlan, ReadItem
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.storage import ReadableFile, Storage
-from dist_ckpt.errors import CorruptError, listed, merge_similar
+from dist_ckpt.errors import CorruptError
+from dist_ckpt.message_text import listed, merge_similar
 
 # This many files of a load stay open until its end, so that a checkpoint that is removed meanwhile
 # still loads. Other files are opened again for each read: a process can usually open 1024.

@@ -56,7 +56,8 @@ from dist_ckpt.core.state.tree.state_tree import (
 )
 from dist_ckpt.core.state.wrappers import RNG, PerRank
 from dist_ckpt.data import DataPosition, check_ranks
-from dist_ckpt.errors import MAX_LISTED, IncompatibleError
+from dist_ckpt.errors import IncompatibleError
+from dist_ckpt.message_text import MAX_LISTED
 
 __all__ = ["Binding", "Template", "bind", "build_saved_tree", "read_template", "unexpected_problem"]
 

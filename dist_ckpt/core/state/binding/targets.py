@@ -43,7 +43,8 @@ from dist_ckpt.core.state.tensors.read_tensor import (
     tie_key,
 )
 from dist_ckpt.core.state.tree.state_tree import TensorLeaf
-from dist_ckpt.errors import CorruptError, IncompatibleError, listed
+from dist_ckpt.errors import CorruptError, IncompatibleError
+from dist_ckpt.message_text import listed
 
 
 @dataclass(frozen=True, slots=True, eq=False)

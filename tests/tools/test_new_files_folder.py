@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dist_ckpt.core.storage import open_storage
-from dist_ckpt.interop.new_folder import new_folder
+from dist_ckpt.tools.new_files import new_folder
 
 
 def test_what_lies_in_a_folder_is_durable_before_it_gets_its_name(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dist_ckpt.errors import MAX_LISTED, listed, merge_similar, ranks_text, remedy_of_parts
+from dist_ckpt.message_text import MAX_LISTED, listed, merge_similar, ranks_text, remedy_of_parts
 
 
 def test_ranks_are_written_as_ranges() -> None:

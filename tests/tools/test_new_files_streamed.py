@@ -15,15 +15,15 @@ from dist_ckpt.core.storage import WritableFile, open_storage
 from dist_ckpt.errors import StorageError
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
-from dist_ckpt.tools import new_file
-from dist_ckpt.tools.new_file import StreamedFile
+from dist_ckpt.tools import new_files
+from dist_ckpt.tools.new_files import StreamedFile
 
 _SLOT_NBYTES = 4096
 
 
 @pytest.fixture(autouse=True)
 def _small_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(new_file, "_BUFFER_NBYTES", _SLOT_NBYTES)
+    monkeypatch.setattr(new_files, "_BUFFER_NBYTES", _SLOT_NBYTES)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 4097, 8192, 100_000])
