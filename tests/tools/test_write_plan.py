@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 import dist_ckpt as dc
-from dist_ckpt.core.storage import open_storage
+from dist_ckpt.core.storage import WritableFile, open_storage
+from dist_ckpt.core.storage.local.local_storage import LocalStorage
+from dist_ckpt.errors import StorageError
 from dist_ckpt.interop.shrew import files as shrew
 from dist_ckpt.tools.rewrite.copying import plan_backup, plan_copy
 from dist_ckpt.tools.rewrite.reshard import even_sharding, plan_rewrite
@@ -110,3 +112,61 @@ def test_a_backup_that_was_made_after_the_plan_is_used(base: Path) -> None:
     (before,) = (base / "run" / "backup" / "s2").glob("a*-*")
     assert plan.run(None) == str(base / "run" / "backup" / "s2")
     assert [*(base / "run" / "backup" / "s2").glob("a*-*")] == [before]
+
+
+# --- the room ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full(base: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder on a storage that has one free byte, with one more checkpoint."""
+    dc.save({"model": {"w": torch.ones(4)}, "optim": {"m": torch.ones(3)}}, base / "more" / "s3")
+    monkeypatch.setattr(LocalStorage, "free_nbytes", lambda *_: 1)
+    return base
+
+
+LINKS: dict[str, Callable[[Path], object]] = {
+    "copy": lambda base: dc.copy(base / "more" / "s3", base / "new", link=True),
+    "backup": lambda base: dc.backup(base / "more" / "s3"),
+    "strip": lambda base: dc.strip(base / "more" / "s3", "optim"),
+}
+NO_ROOM = r"No space left on device \(ENOSPC\): .* are free, and .* are missing"
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_what_does_not_fit_is_refused_before_a_file_is_written(
+    name: str, full: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = PLANS[name](full)  # as for --dry-run
+    monkeypatch.setattr(LocalStorage, "create", _refuse_shards)
+    with pytest.raises(StorageError, match=NO_ROOM):
+        plan.run(None)
+    assert not (full / "new").exists()
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_files_that_are_linked_need_no_room(name: str, full: Path) -> None:
+    LINKS[name](full)
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_files_that_cannot_be_linked_need_room(
+    name: str, full: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise StorageError("no links here")
+
+    monkeypatch.setattr(LocalStorage, "link", refuse)
+    monkeypatch.setattr(LocalStorage, "create", _refuse_shards)
+    before = sorted(path for path in full.rglob("*") if path.is_file())
+    with pytest.raises(StorageError, match=NO_ROOM):
+        LINKS[name](full)
+    assert sorted(path for path in full.rglob("*") if path.is_file()) == before
+
+
+_create = LocalStorage.create
+
+
+def _refuse_shards(storage: LocalStorage, path: str, nbytes: int) -> WritableFile:
+    assert not path.endswith(".safetensors"), "a file is written"
+    return _create(storage, path, nbytes)

@@ -257,11 +257,11 @@ class WriterSave:
                     )
                 details = staged.details
                 claiming.decide(
-                    transaction.claim_room(
+                    transaction.claim(
                         storage,
                         path,
-                        nbytes_to_write(staged.plan),
                         overwrite=details.overwrite,
+                        nbytes=nbytes_to_write(staged.plan),
                         incarnation=details.incarnation,
                     )
                 )

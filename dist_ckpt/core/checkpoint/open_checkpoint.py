@@ -372,6 +372,7 @@ class OpenCheckpoint:
         *,
         links: bool = True,
         most_names: int | None = None,
+        check_room: Callable[[int], None] = lambda nbytes: None,
         progress: Progress | None = None,
     ) -> IoCount:
         """Link or copy `files`, by default all, into the folder `target`. See `link_or_copy_files`.
@@ -391,6 +392,7 @@ class OpenCheckpoint:
                 threads=self._num_threads,
                 most_names=most_names,
                 links=links,
+                check_room=check_room,
                 report=CopyProgress(sum(record.nbytes for record in files.values()), progress),
             )
 

@@ -2,7 +2,7 @@
 
 - The steps of all ranks: `transaction.py`. Every new checkpoint goes through it.
 - A check of the path before a save writes anything: `claim` in `commit_protocol.py`.
-- A check of the free space: `Transaction.claim_room` in `transaction.py`.
+- A check of the free space: `Transaction.check_room` in `transaction.py`.
 - A hook or a log for every save: `Transaction.report` in `transaction.py`.
 - The index, which decides what is a checkpoint: `attempts.py`. Its tables of files: `receipts.py`.
 - How stale attempts are cleaned up: `remove_garbage` in `removal.py`.

@@ -176,38 +176,43 @@ class Transaction:
         path: str,
         *,
         overwrite: bool,
+        nbytes: int = 0,
         incarnation: Incarnation | None = None,
         force: bool = False,
     ) -> Attempt:
         """Claim an attempt at `path`. Coordinator only, inside an exchange with other ranks.
 
         This is the first change on disk: put a check that may refuse a save before it. Raises the
-        errors of `commit_protocol.claim`.
+        errors of `commit_protocol.claim`, and StorageError if `nbytes` do not fit.
         """
         self.storage, self._path = storage, path
-        self._claim = commit_protocol.claim(
-            storage, path, overwrite=overwrite, by=self._by, incarnation=incarnation, force=force
-        )
+        try:
+            self._claim = commit_protocol.claim(
+                *(storage, path),
+                overwrite=overwrite,
+                by=self._by,
+                incarnation=incarnation,
+                force=force,
+            )
+        except StorageError:  # a claim needs some room too
+            self.check_room(nbytes)
+            raise
         self.attempt = self._claim.attempt
+        self.check_room(nbytes)  # the claim has removed dead saves at `path`
         return self.attempt
 
-    def claim_room(
-        self,
-        storage: Storage,
-        path: str,
-        nbytes: int,
-        *,
-        overwrite: bool,
-        incarnation: Incarnation | None,
-    ) -> Attempt:
-        """Claim like `claim`. StorageError if `nbytes` do not fit, before a rank writes a file."""
-        try:
-            attempt = self.claim(storage, path, overwrite=overwrite, incarnation=incarnation)
-        except StorageError:  # a claim needs some room too
-            _check_room(storage, path, nbytes)
-            raise
-        _check_room(storage, path, nbytes)  # the claim has removed dead saves at `path`
-        return attempt
+    def check_room(self, nbytes: int) -> None:
+        """Raise StorageError if `nbytes` of new files do not fit, with what could be freed."""
+        path = self._path
+        free = free_nbytes(self.storage, path) if nbytes else None
+        if free is None or free >= nbytes:
+            return
+        raise StorageError(
+            f"{path}: No space left on device (ENOSPC): this save needs {format_size(nbytes)}, "
+            f"{format_size(free)} are free, and {format_size(nbytes - free)} are missing. "
+            f"{_describe_neighbours(self.storage, path)}. A save needs room for one checkpoint "
+            f"more than you keep: free space, or save somewhere else"
+        )
 
     def join_attempt(self, storage: Storage, path: str, attempt: Attempt) -> None:
         """Join the attempt that the coordinator has claimed. Every rank calls this."""
@@ -433,19 +438,6 @@ def _unequal_replicas_text(groups_by_rank: Sequence[Mapping[str, Mapping[str, st
         f"ranks hold different values under the same name: {listed(unequal, '; ')}. A name is "
         f"stored once, so its value must be equal on all ranks: broadcast the value first, or "
         f"{remedy}."
-    )
-
-
-def _check_room(storage: Storage, path: str, nbytes: int) -> None:
-    """Raise StorageError if `nbytes` do not fit at `path`, with what could be freed."""
-    free = free_nbytes(storage, path)
-    if free is None or free >= nbytes:
-        return
-    raise StorageError(
-        f"{path}: No space left on device (ENOSPC): this save needs {format_size(nbytes)}, "
-        f"{format_size(free)} are free, and {format_size(nbytes - free)} are missing. "
-        f"{_describe_neighbours(storage, path)}. A save needs room for one checkpoint more than "
-        f"you keep: free space, or save somewhere else"
     )
 
 

@@ -214,11 +214,11 @@ def _claim(
 ) -> Attempt:
     arguments = prepared.arguments
     options.make_room(plan.nbytes_to_write)
-    return transaction.claim_room(
+    return transaction.claim(
         prepared.storage,
         arguments.path,
-        plan.nbytes_to_write,
         overwrite=arguments.overwrite,
+        nbytes=plan.nbytes_to_write,
         incarnation=arguments.incarnation,
     )
 

@@ -306,7 +306,9 @@ def _plan_and_claim(
         planning.gather(None)
         if planning.is_coordinator:
             _log.info("average to %s: %s", path, "; ".join(map(str, sources)))
-            planning.decide(transaction.claim(storage, path, overwrite=options.overwrite))
+            nbytes = sources[-1].index.nbytes
+            attempt = transaction.claim(storage, path, overwrite=options.overwrite, nbytes=nbytes)
+            planning.decide(attempt)
     transaction.join_attempt(storage, path, planning.result(Attempt))
     return _AveragePlan(sources, averaged, assignments, storage)
 

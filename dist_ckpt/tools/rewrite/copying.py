@@ -128,7 +128,12 @@ def _write(
     with Transaction(SingleProcessChannel(), label=label) as transaction:
         attempt = transaction.claim(storage, path, overwrite=overwrite)
         with phases.phase("write"):
-            linked = source.link_or_copy(transaction.folder, links=links, progress=progress)
+            linked = source.link_or_copy(
+                transaction.folder,
+                links=links,
+                check_room=transaction.check_room,
+                progress=progress,
+            )
         with phases.phase("commit"):
             decision = transaction.commit_index(
                 replace(index, attempt=attempt.name), seconds=phases.seconds["write"], linked=linked

@@ -202,11 +202,18 @@ class _Reshard:
             sizes |= {name: len(data) for name, data in self._encode_documents(rank).items()}
         return sizes
 
+    @property
+    def _nbytes(self) -> int:
+        """The bytes of all tensors."""
+        return sum(stored_nbytes(self.catalog).values())
+
     def run(self, progress: Progress | None, *, overwrite: bool) -> SaveReport:
         """Write the checkpoint and commit it."""
         phases = Phases("reshard", self.path, quiet=False)
         with self.source, Transaction(SingleProcessChannel(), label="reshard") as transaction:
-            attempt = transaction.claim(self.storage, self.path, overwrite=overwrite)
+            attempt = transaction.claim(
+                self.storage, self.path, overwrite=overwrite, nbytes=self._nbytes
+            )
             with phases.phase("write"):
                 receipts = self._write(transaction.folder, progress)
             with phases.phase("commit"):
@@ -228,7 +235,7 @@ class _Reshard:
         return transaction.report(decision, phases, reads=reads, writes=writes)
 
     def _write(self, folder: str, progress: Progress | None) -> list[Receipt]:
-        tell = CopyProgress(sum(stored_nbytes(self.catalog).values()), progress)
+        tell = CopyProgress(self._nbytes, progress)
         receipts = []
         for rank, files in enumerate(plan_all_files(self.catalog)):
             start = time.monotonic()

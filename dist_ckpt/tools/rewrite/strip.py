@@ -103,7 +103,7 @@ def strip_at(
         if source != (opened.attempt, opened.index):
             raise ConflictError(f"{path} was replaced meanwhile: look at it, then strip again")
         with phases.phase("write"):
-            records, linked = remaining.write(transaction.folder, progress)
+            records, linked = remaining.write(transaction, progress)
         with phases.phase("commit"):
             decision = transaction.commit_index(
                 remaining.new_index(attempt, records),
@@ -163,10 +163,10 @@ class _Remaining:
         return _Remaining(source, index, objects)
 
     def write(
-        self, target: str, progress: Progress | None
+        self, transaction: Transaction, progress: Progress | None
     ) -> tuple[tuple[ObjectsFileRecord, ...], IoCount]:
         """Write the objects files and link the shard files. Return records, and what was linked."""
-        records = []
+        records, target = [], transaction.folder
         for name, file in sorted(self.objects.items()):
             encoded = objects_file.encode(file)
             _, nbytes, _, digest = write_document(self.source.storage, target, name, encoded)
@@ -174,7 +174,10 @@ class _Remaining:
         names = {self.index.file_name(record) for record in self.index.files}
         names |= {record.file_name for record in self.index.attached}
         files = {n: record for n, record in self.source.index.all_files.items() if n in names}
-        return tuple(records), self.source.link_or_copy(target, files, progress=progress)
+        linked = self.source.link_or_copy(
+            target, files, check_room=transaction.check_room, progress=progress
+        )
+        return tuple(records), linked
 
     def new_index(self, attempt: Attempt, objects: tuple[ObjectsFileRecord, ...]) -> Index:
         """Return the index of the remaining part, with a new save id."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
+from itertools import compress
 
 from dist_ckpt.core.format.index.index import FileRecord, Index, ShardFileRecord
 from dist_ckpt.core.format.shard_file import ShardFile
@@ -39,6 +40,7 @@ def link_or_copy_files(  # noqa: PLR0913 - files, source, target and options
     threads: int,
     most_names: int | None = None,
     links: bool = True,
+    check_room: Callable[[int], None] = lambda nbytes: None,
     report: Callable[[int], None] = lambda nbytes: None,
 ) -> IoCount:
     """Link or copy files of attempt `source` into folder `target`; return the count of linked ones.
@@ -47,29 +49,37 @@ def link_or_copy_files(  # noqa: PLR0913 - files, source, target and options
     return the files and their names are durable. Every byte of a copy is checked: CorruptError if
     the source is damaged. Of linked shard files only the size and the header are checked. With
     `most_names`, a shard file that has this many names already is copied. Without `links`, all
-    files are copied. `report` is called with the number of bytes of each copied part, from any
-    thread. ConflictError if `target` is gone, or has a file of such a name.
+    files are copied. `check_room` is called once with the bytes to copy, before the first copy: it
+    may raise. `report` is called with the number of bytes of each copied part, from any thread.
+    ConflictError if `target` is gone, or has a file of such a name.
     """
 
-    def carry(name: str) -> int:
-        record, new = files[name], f"{target}/{name}"
+    def link(name: str) -> bool:
+        record, old = files[name], f"{source}/{name}"
+        if not isinstance(record, ShardFileRecord):
+            read_checked_file(storage, old, record)
+            return try_link(storage, old, f"{target}/{name}")
+        with _open_checked(storage, source, index, record) as (file, readable):
+            may_link = most_names is None or readable.num_links < most_names
+            return may_link and try_link(storage, file.path, f"{target}/{name}")
+
+    def copy(name: str) -> None:
+        record = files[name]
         if isinstance(record, ShardFileRecord):
             with _open_checked(storage, source, index, record) as (file, readable):
-                may_link = links and (most_names is None or readable.num_links < most_names)
-                if may_link and try_link(storage, file.path, new):
-                    return record.nbytes
-                _copy_shards(storage, file, readable, new, report)
+                _copy_shards(storage, file, readable, f"{target}/{name}", report)
         else:
             data = read_checked_file(storage, f"{source}/{name}", record)
-            if links and try_link(storage, f"{source}/{name}", new):
-                return record.nbytes
             write_document(storage, target, name, data)
             report(record.nbytes)
-        return -1
 
-    done = [nbytes for nbytes in parallel_for(carry, files, threads=threads) if nbytes >= 0]
+    are_linked = parallel_for(link, files if links else (), threads=threads)
+    linked = {*compress(files, are_linked)}
+    sizes = {name: record.nbytes for name, record in files.items() if name not in linked}
+    check_room(sum(sizes.values()))
+    parallel_for(copy, sizes, threads=threads)
     sync_names(storage, target)
-    return IoCount(len(done), sum(done))
+    return IoCount(len(linked), sum(files[name].nbytes for name in linked))
 
 
 def try_link(storage: Storage, old: str, new: str) -> bool:
