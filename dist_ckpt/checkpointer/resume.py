@@ -32,7 +32,7 @@ from dist_ckpt.core.commit.records.incarnations import (
     secure_incarnation,
 )
 from dist_ckpt.core.commit.records.leases import renewed_lease
-from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef
+from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef, is_for_want_of_room
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.commit.records.record_store import refuse_old
 from dist_ckpt.core.commit.records.recorded_checks import name_newest_good
@@ -47,9 +47,17 @@ from dist_ckpt.core.state.tree.state_tree import without_frozen
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.local.direct_io import drop_cached
 from dist_ckpt.default_opener import OPENER
-from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
+from dist_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    IncompatibleError,
+    NotFoundError,
+    StorageError,
+)
 from dist_ckpt.message_text import listed, merge_similar
 from dist_ckpt.runs.listing import Listing, RunCheckpoint, list_run
+from dist_ckpt.runs.prune import plan_prune
+from dist_ckpt.runs.retention_policy import RetentionPolicy, last
 from dist_ckpt.runs.selectors import describe_exclusion, select
 
 _log = logging.getLogger("dist_ckpt")
@@ -148,7 +156,13 @@ class Resume:
         """Make one exchange as a separate operation. Collective."""
         operation, channel = f"restore of the run in {self.root}", self.session.channel
         with self.session.operation(operation), channel.exchange(phase) as exchange:
-            yield exchange
+            try:
+                yield exchange
+            except StorageError as error:
+                if self._listing is None or not is_for_want_of_room(error):
+                    raise
+                removable = _removable_text(self._listing, self.options.keep or last(1))
+                raise StorageError(f"{error}. {removable}") from error
 
     def _read_root(self, at: str | None) -> _RunListing:
         """List the restore points in the root. Rank 0 only."""
@@ -406,6 +420,17 @@ def _logs_to_stderr(level: int) -> bool:
         output.level <= level and getattr(output, "stream", None) is sys.stderr
         for logger in loggers
         for output in logger.handlers
+    )
+
+
+def _removable_text(listing: Listing, keep: RetentionPolicy) -> str:
+    """Return what to remove, on a full disk, before a run can record that it resumes."""
+    names = [info.name for info, reasons in plan_prune(listing, keep) if not reasons]
+    arguments = f"{shlex.quote(listing.root)} --keep {shlex.quote(str(keep))}"
+    prune = f"`dist-ckpt prune {arguments}` removes {listed(names)}, and " if names else ""
+    return (
+        f"A resume writes a small file into {listing.root}. {prune}`dist-ckpt rm` removes one "
+        f"checkpoint. Then start the job again"
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
 
-from dist_ckpt.core.commit.records.protections import CheckpointKey, newest_values
+from dist_ckpt.core.commit.records.protections import SAVED, CheckpointKey, newest_values
 from dist_ckpt.core.commit.records.record_store import (
     StoredAnnotation,
     new_annotation,
@@ -22,7 +22,7 @@ from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.reports import SaveReport
 
-METRICS, SAVED = "metrics", "saved"
+METRICS = "metrics"
 
 # Trainers log the speed of an evaluation with its metrics: `eval_runtime` of Hugging Face.
 _SPEED = re.compile(

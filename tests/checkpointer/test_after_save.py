@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shutil
@@ -22,6 +23,7 @@ from dist_ckpt.core.commit.commit_protocol import claim
 from dist_ckpt.core.commit.records.incarnations import Incarnation, begin_incarnation
 from dist_ckpt.core.saving.save import save_together
 from dist_ckpt.core.storage import Storage, open_storage
+from dist_ckpt.core.storage.local import local_storage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import (
     CheckpointError,
@@ -502,6 +504,26 @@ def test_a_save_that_cannot_fit_says_what_is_missing_and_is_a_failed_save(
     told = [one for one in caplog.messages if "is not saved" in one]
     assert len(told) == 3
     assert all(f"Newest durable save: step 1, at {tmp_path}" in one for one in told)
+
+
+def test_a_save_that_a_quota_refuses_is_a_failed_save_and_names_the_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path, 1)
+    allocate = local_storage._allocate
+
+    def allocate_within_quota(fd: int, nbytes: int) -> bool:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith(".safetensors"):
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        return allocate(fd, nbytes)
+
+    monkeypatch.setattr(local_storage, "_allocate", allocate_within_quota)
+    with pytest.raises(StorageError, match=r"\(EDQUOT\): free space in this quota"):
+        run(tmp_path, 9, max_failures=2)
+    assert steps_at(tmp_path) == [1]
+    told = [one for one in caplog.messages if "is not saved" in one]
+    assert len(told) == 3
+    assert all("quota" in one and "Newest durable save: step 1" in one for one in told)
 
 
 @pytest.mark.parametrize("background", [False, True])

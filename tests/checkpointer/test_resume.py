@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import re
 import shutil
 import threading
@@ -22,7 +23,8 @@ from dist_ckpt.core.commit.records import incarnations
 from dist_ckpt.core.commit.records.incarnations import read_history
 from dist_ckpt.core.loading import load as loading
 from dist_ckpt.core.loading.load import load_together
-from dist_ckpt.core.storage import open_storage
+from dist_ckpt.core.storage import WritableFile, open_storage
+from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError, StorageError
 from run_training import damage, fresh, steps_at, steps_in, train
 
@@ -108,6 +110,28 @@ def test_a_resume_says_it_once_where_the_log_goes_to_stderr_too(
         assert err.count("step 3 is damaged: ") == (newest == 2)
         assert "is skipped" not in err
         damage(tmp_path, 3)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_resume_on_a_full_disk_says_what_to_remove(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    run(tmp_path, 3)
+    create = LocalStorage.create
+    full: list[OSError] = [OSError(code, os.strerror(code))]
+
+    def create_unless_full(storage: LocalStorage, path: str, nbytes: int) -> WritableFile:
+        if full:
+            raise StorageError(f"{path}: {os.strerror(code)}") from full[0]
+        return create(storage, path, nbytes)
+
+    monkeypatch.setattr(LocalStorage, "create", create_unless_full)
+    command = f"`dist-ckpt prune {tmp_path} --keep 'last(2)'` removes step-00000001, and"
+    with pytest.raises(StorageError, match=re.escape(command)) as error:
+        restored(tmp_path, keep=dc.keep.last(2))
+    assert os.strerror(code) in str(error.value)
+    full.clear()
+    assert restored(tmp_path) == 3
 
 
 # --- a state that no save can take ---------------------------------------------------------------

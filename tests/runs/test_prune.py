@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +114,42 @@ def test_a_dry_run_tells_the_same_and_changes_nothing(storage: MemoryStorage) ->
     assert storage.tree() == before
     assert pruned(storage) == dry
     assert steps(storage) == [3]
+
+
+class FullStorage(FaultyStorage):
+    """Has no byte free until a file is removed. A folder without a new name needs no byte."""
+
+    def __init__(self, inner: Storage, code: int) -> None:
+        super().__init__(inner)
+        self._full: OSError | None = OSError(code, os.strerror(code))
+
+    def call(self, what: str, act: Callable[[], T]) -> T:
+        if self._full is not None and what.startswith("create "):
+            raise StorageError(f"{what}: {self._full}") from self._full
+        result = act()
+        if what.startswith("remove "):
+            self._full = None
+        return result
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("how", ["prune", "delete"])
+def test_a_full_disk_is_pruned(storage: MemoryStorage, how: str, code: int) -> None:
+    for step in (1, 2):
+        where = committed(storage, step)
+        put(storage, where, "metrics", {"loss": 1.0})
+    full = FullStorage(storage, code)
+    remove = {
+        "prune": lambda: pruned(full),
+        "delete": lambda: delete_at(full, f"{ROOT}/step-1", force=False),
+    }[how]
+    with pytest.raises(StorageError, match="create "):  # no annotation that may be removed
+        remove()
+    assert steps(storage) == [1, 2]
+    put(storage, (1, list_attempts(storage, f"{ROOT}/step-1")[0]), "saved", {"write_s": 1.0})
+    remove()
+    assert steps(storage) == [2]
+    assert {fact.step for fact in read_annotations(storage, ROOT)} == {2}
 
 
 def test_pins_tags_and_holds_keep_until_they_are_taken_away(storage, clock) -> None:

@@ -31,6 +31,7 @@ from dist_ckpt.core.commit.records.protections import (
     DELETION_INTENT_S,
     LEASE,
     PIN,
+    SAVED,
     TAG,
     CheckpointKey,
     deletion_intents_of,
@@ -228,7 +229,7 @@ def remove_if_unprotected(
     stays: nobody protects the checkpoint meanwhile, and a later prune can complete the removal.
     """
     began = monotonic()
-    intent = subject.put(DELETION_INTENT, {new_id(): subject.path.rpartition("/")[2]})
+    intent = _put_intent(subject)
     try:
         protections = () if force else _find_protections(subject, other_annotations, intent)
         if not protections:
@@ -251,6 +252,27 @@ def remove_if_unprotected(
             _withdraw_if_there(subject, intent)
         raise
     return ()
+
+
+def _put_intent(subject: CheckpointRef) -> AnnotationName:
+    """Write a deletion intent. On a full disk, first remove the save times of the checkpoint."""
+    values = {new_id(): subject.path.rpartition("/")[2]}
+    try:
+        return subject.put(DELETION_INTENT, values)
+    except StorageError as error:
+        if not is_for_want_of_room(error):
+            raise
+        names = [annotation.name for annotation in subject.annotations()]
+        for name in names:
+            if name.kind == SAVED:
+                subject.withdraw(name)
+        return subject.put(DELETION_INTENT, values)
+
+
+def is_for_want_of_room(error: BaseException) -> bool:
+    """Return True if a disk or a quota is full."""
+    full = (errno.ENOSPC, errno.EDQUOT)
+    return any(isinstance(cause, OSError) and cause.errno in full for cause in _causes(error))
 
 
 def _find_unanswered_call(error: BaseException) -> Future[Any] | None:
@@ -282,7 +304,7 @@ def _keep_until_answered(subject: CheckpointRef, intent: AnnotationName, call: F
     """Renew a deletion intent until the call has an answer; withdraw it if nothing was removed."""
     while not wait((call,), timeout=DELETION_INTENT_S / 4).done:
         with suppress(CheckpointError):
-            newer = subject.put(DELETION_INTENT, {new_id(): subject.path.rpartition("/")[2]})
+            newer = _put_intent(subject)
             subject.withdraw(intent)
             intent = newer
     _withdraw_if_there(subject, intent)

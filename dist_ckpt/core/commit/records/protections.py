@@ -21,6 +21,9 @@ from dist_ckpt.core.format.strict_json import Scalar
 
 PIN, TAG, LEASE, DELETION_INTENT = "pin", "tag", "hold", "mark"
 
+# The annotation with the times of a save protects nothing: a removal may need its room.
+SAVED = "saved"
+
 # A deletion intent counts for this long. Its owner renames the checkpoint within half of this time,
 # or gives up.
 DELETION_INTENT_S = 3600.0
