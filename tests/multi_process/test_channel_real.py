@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -362,7 +363,7 @@ def test_a_frozen_coordinator_that_serves_the_store_does_not_hang_the_others():
 # --- ranks that live and run no Python ---------------------------------------------------------
 
 # Whoever lives is late at most, so a busy machine does no harm.
-QUIET = {"DIST_CKPT_HEARTBEAT_TIMEOUT_S": "1", "DIST_CKPT_JOIN_TIMEOUT_S": "100"}
+QUIET = {"DIST_CKPT_HEARTBEAT_TIMEOUT_S": "2", "DIST_CKPT_JOIN_TIMEOUT_S": "100"}
 
 
 class OnWarning(logging.Handler):
@@ -455,6 +456,68 @@ def test_a_worker_that_outlives_its_rank_does_not_keep_it_alive(tmp_path: Path) 
     outcomes = try_ranks(leave_a_worker, str(tmp_path / "fifo"), world_size=3, options=options)
     for rank in (0, 2):
         assert_told(outcomes[rank], 1, "no heartbeat for 3 s, and its process has ended")
+
+
+class Link:
+    """A connection to a store that forwards bytes until it is cut, and then drops them."""
+
+    def __init__(self, store: dist.TCPStore) -> None:
+        self.is_cut = False
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._store = store
+        threading.Thread(target=self._accept, daemon=True).start()
+        self.port = self._listener.getsockname()[1]
+
+    def _accept(self) -> None:
+        near = self._listener.accept()[0]
+        far = socket.create_connection((self._store.host, self._store.port))
+        for ends in ((near, far), (far, near)):
+            threading.Thread(target=self._forward, args=ends, daemon=True).start()
+
+    def _forward(self, source: socket.socket, target: socket.socket) -> None:
+        while data := source.recv(1 << 16):
+            if not self.is_cut:
+                target.sendall(data)
+
+
+def cut_a_link(rank: int) -> tuple[str, int | None, str, float] | str:
+    """The link of rank 1 to the store drops all bytes, while it works and its process is well."""
+    job = dist.distributed_c10d._get_default_store()
+    store: Any = job
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    link = Link(store)
+    port = link.port if rank == 1 else store.port
+    module: Any = process_group
+    module._connect_to_store = lambda _: dist.TCPStore(store.host, port, is_master=False)
+    session = session_of()
+    save(session, rank)
+    dist.barrier()
+
+    def work() -> int:
+        link.is_cut = True
+        if rank == 1:  # the connection of torch itself is well
+            job.wait(["0 was told", "2 was told"], timedelta(seconds=2 * NOTICED_S))
+        return rank
+
+    start = time.monotonic()
+    try:
+        with session.operation("save"):
+            exchange(session.channel, "agree", lambda: rank, sum)
+            exchange(session.channel, "write", work, sum)
+    except RankError as error:
+        job.set(f"{rank} was told", b"")
+        return type(error).__name__, error.rank, str(error), time.monotonic() - start
+    return ""
+
+
+def test_a_live_rank_whose_link_is_cut_is_named_before_the_limit_of_late_ranks() -> None:
+    options = Options(store="launcher", environ=FRAIL)
+    outcomes = try_ranks(cut_a_link, world_size=3, options=options)
+    assert "key-value store is gone or cut off" in outcomes[1].value[2]
+    for rank in (0, 2):
+        text = "its process lives, but is cut off from the key-value store"
+        assert_told(outcomes[rank], 1, text)
 
 
 def save_on_rank_0_only(rank: int) -> Any:

@@ -220,7 +220,8 @@ class Heartbeat(Message, frozen=True):
 
     `inside`: the rank is still in this operation. `failed_turn`: the last exchange in it, counted
     from 1, whose failure the rank has received, or 0. `gone`: the rank has closed its channel.
-    `process` is the process of the rank, None if it has no identity.
+    `process` is the process of the rank, None if it has no identity. `thread` is its thread that
+    waits for the store to take each heartbeat, 0 if unknown.
     """
 
     count: _Count
@@ -230,27 +231,32 @@ class Heartbeat(Message, frozen=True):
     gone: bool
     host: str
     process: ProcessId | None = None
+    thread: _Count = 0
+
+
+# The pid of a process, its start time, and the `thread` of its heartbeats.
+_Process = tuple[_Count, _Count, _Count]
 
 
 class Question(Message, frozen=True):
-    """The processes of a machine to look at, as pid and start time.
+    """The processes of a machine to look at.
 
     `count` grows as long as ranks of other machines ask.
     """
 
     count: _Count
-    processes: tuple[tuple[_Count, _Count], ...]
+    processes: tuple[_Process, ...]
 
 
 class Sighting(Message, frozen=True):
-    """What a rank has seen of the processes of its machine: pid, start time and state.
+    """What a rank has seen of the processes of its machine.
 
     `count` grows with each look of the rank, whose pid is `witness`.
     """
 
     witness: _Count
     count: _Count
-    states: tuple[tuple[_Count, _Count, ProcessState], ...]
+    states: tuple[tuple[_Process, ProcessState], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,13 +269,14 @@ class RankLocation:
 
 @dataclass(slots=True)
 class HeartbeatSender:
-    """The content of this rank's next heartbeat; the channel sets it, and its thread sends it.
+    """The content of this rank's next heartbeat; the channel sets it, and its threads send it.
 
     `key` is the key of heartbeats in the store. While it is "", no heartbeat is sent.
     """
 
     host: str
     process: ProcessId | None = None
+    thread: int = 0
     key: str = ""
     number: int = 0
     inside: bool = False
@@ -281,7 +288,15 @@ class HeartbeatSender:
         """Return the next heartbeat."""
         self._count += 1
         number, inside, failed_turn = self.number, self.inside, self.failed_turn
-        beat = Heartbeat(
-            self._count, number, inside, failed_turn, self.gone, self.host, self.process
+        return typed_msgpack.encode(
+            Heartbeat(
+                self._count,
+                number,
+                inside,
+                failed_turn,
+                self.gone,
+                self.host,
+                self.process,
+                self.thread,
+            )
         )
-        return typed_msgpack.encode(beat)

@@ -15,8 +15,9 @@ from dist_ckpt.core.runtime.typed_msgpack import Message
 # The most that the running clock counts between two calls. Every wait reads it more often.
 MAX_CLOCK_GAP_S = 0.5
 
-# "blocked": the process is in a call of the kernel that no signal ends.
-ProcessState = Literal["running", "stopped", "blocked", "ending", "ended", "unknown"]
+# "blocked": the process is in a call of the kernel that no signal ends. "cut off": a thread of it
+# shows that the store does not answer, or has ended.
+ProcessState = Literal["running", "cut off", "stopped", "blocked", "ending", "ended", "unknown"]
 
 _STATES: dict[str, ProcessState] = {
     "T": "stopped",
@@ -34,6 +35,9 @@ _ENDING_FLAGS = 0x4 | 0x8 | 0x200 | 0x400
 _STATE, _FLAGS, _STARTED = 0, 6, 19
 
 _SIGKILL_BIT = 1 << 8
+
+# The names of a thread for the system, of 15 characters at most.
+_THREAD_NAME, _CUT_OFF_NAME = "dist_ckpt beat", "dist_ckpt lost"
 
 
 class _RunningClock:
@@ -90,8 +94,17 @@ def find_process(pid: int) -> ProcessId | None:
     return None
 
 
-def find_state(pid: int, started: int) -> ProcessState:
-    """Return the state of a process of this machine."""
+def show_cut_off(*, is_cut_off: bool) -> None:
+    """Show other processes, by the name of this thread, whether the store answers it."""
+    with suppress(OSError), open("/proc/thread-self/comm", "w", encoding="ascii") as file:
+        file.write(_CUT_OFF_NAME if is_cut_off else _THREAD_NAME)
+
+
+def find_state(pid: int, started: int, thread: int = 0) -> ProcessState:
+    """Return the state of a process of this machine.
+
+    `thread` is the one that called `show_cut_off` in it, 0 if it is not known.
+    """
     try:
         fields = _stat_fields(pid)
         if int(fields[_STARTED]) != started:
@@ -99,6 +112,8 @@ def find_state(pid: int, started: int) -> ProcessState:
         state = _STATES.get(fields[_STATE], "running")
         if state != "ended" and int(fields[_FLAGS]) & _ENDING_FLAGS:
             return "ending"
+        if state == "running" and thread and _is_cut_off(pid, thread):
+            return "cut off"
         return "ending" if state == "blocked" and _is_killed(pid) else state
     except (FileNotFoundError, ProcessLookupError):
         return "ended"
@@ -109,6 +124,14 @@ def find_state(pid: int, started: int) -> ProcessState:
 def _stat_fields(pid: int) -> list[str]:
     with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
         return file.read().rpartition(")")[2].split()
+
+
+def _is_cut_off(pid: int, thread: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/task/{thread}/comm", encoding="utf-8", errors="replace") as file:
+            return file.read().strip() == _CUT_OFF_NAME
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def _is_killed(pid: int) -> bool:

@@ -107,9 +107,9 @@ class Line:
 
 
 @pytest.fixture
-def states(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int], str]:
+def states(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int, int], str]:
     """The states of processes, which tests set."""
-    states: dict[tuple[int, int], str] = {}
+    states: dict[tuple[int, int, int], str] = {}
     monkeypatch.setattr(failure_detector, "find_state", lambda *process: states[process])
     return states
 
@@ -138,13 +138,13 @@ def test_a_process_that_runs_no_python_is_late_up_to_a_limit(process, clock, sta
     watch, other = watch_of(line, witness_at(HERE)), witness_at(process)
     line.send(heart)
     assert loss_of(watch) is None
-    states[process.pid, process.started] = "running"
+    states[process.pid, process.started, 0] = "running"
     for _ in range(4, LATE_S, 4):
         assert pass_time(clock, watch, line, other) is None
     assert watch.find_lateness(1) == "is alive, but has not run Python for 296 s"
     assert watch.must_log(1)
     assert not watch.must_log(1)
-    states[process.pid, process.started] = "stopped"
+    states[process.pid, process.started, 0] = "stopped"
     loss = pass_time(clock, watch, line, other) or pass_time(clock, watch, line, other)
     assert "has not run Python for 30" in str(loss)
     line.send(heart)  # it goes on
@@ -158,6 +158,7 @@ def test_a_process_that_runs_no_python_is_late_up_to_a_limit(process, clock, sta
         ("ended", ", and its process has ended"),
         ("ending", ", and its process ends: it was killed, or dumps core"),
         ("blocked", ", and its process is in a call of the kernel that does not return"),
+        ("cut off", ", and its process lives, but is cut off from the key-value store"),
         ("unknown", ""),
     ],
 )
@@ -169,7 +170,7 @@ def test_a_process_that_ends_or_hangs_in_the_kernel_is_dead_after_the_silence(
     watch, other = watch_of(line, witness_at(HERE)), witness_at(process)
     line.send(heart)
     assert loss_of(watch) is None
-    states[process.pid, process.started] = state
+    states[process.pid, process.started, 0] = state
     losses = [pass_time(clock, watch, line, other) for _ in range(5)]
     assert losses == [None] * 4 + [f"is dead or frozen: no heartbeat for 20 s{fact}"]
 
@@ -179,9 +180,9 @@ def test_a_process_that_dies_late_is_dead_at_once(clock, states):
     watch = watch_of(line, witness_at(HERE))
     line.send(heart)
     assert loss_of(watch) is None
-    states[1, 10] = "running"
+    states[1, 10, 0] = "running"
     assert [pass_time(clock, watch, line, None) for _ in range(10)] == [None] * 10
-    states[1, 10] = "ended"
+    states[1, 10, 0] = "ended"
     assert "and its process has ended" in str(pass_time(clock, watch, line, None))
 
 
@@ -189,7 +190,7 @@ def test_without_a_witness_silence_is_death(clock, states):
     """A host with one rank, or a host that is gone: an old answer is no sign of life."""
     line, heart = Line(), HeartbeatSender("a", THERE, inside=True)
     old = witness_at(THERE)
-    states[2, 20] = "running"
+    states[2, 20, 0] = "running"
     other = watch_of(line, witness_at(HERE))
     line.send(heart)
     loss_of(other)
@@ -213,7 +214,7 @@ def test_ranks_that_ask_for_several_processes_of_a_machine_all_get_an_answer(clo
     line, other = Line(), witness_at(THERE)
     watches = [watch_of(line, witness_at(HERE)) for _ in range(2)]
     for rank in (1, 2):
-        states[rank, 20] = "running"
+        states[rank, 20, 0] = "running"
         line.send(HeartbeatSender("a", ProcessId("there", rank, 20), inside=True), rank)
     for _ in range(12):
         for watch, rank in zip(watches, (1, 2), strict=True):

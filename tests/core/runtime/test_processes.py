@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from io import StringIO
 from pathlib import Path
+from queue import SimpleQueue
 from types import SimpleNamespace
 
 import pytest
@@ -24,6 +25,7 @@ from dist_ckpt.core.runtime.processes import (
     find_state,
     paused_collector,
     running_time,
+    show_cut_off,
 )
 from dist_ckpt.core.runtime.threads import has_outcome
 
@@ -92,6 +94,31 @@ def test_the_state_of_a_process_is_seen_from_outside(sleeper: subprocess.Popen[b
     sleeper.wait()
     assert find_state(found.pid, found.started) == "ended"
     assert find_process(sleeper.pid) is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+def test_a_thread_that_shows_it_is_cut_off_or_has_ended_is_seen_from_outside() -> None:
+    own, threads, steps = find_process(os.getpid()), SimpleQueue[int](), SimpleQueue[bool | None]()
+    assert own is not None
+
+    def work() -> None:
+        threads.put(threading.get_native_id())
+        while (is_cut_off := steps.get(timeout=HANG_S)) is not None:
+            show_cut_off(is_cut_off=is_cut_off)
+            threads.put(threading.get_native_id())
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    for shown, state in ((None, "running"), (True, "cut off"), (False, "running")):
+        if shown is not None:
+            steps.put(shown)
+        assert find_state(own.pid, own.started, threads.get(timeout=HANG_S)) == state
+    steps.put(None)
+    worker.join()
+    assert find_state(own.pid, own.started) == "running"
+    until = time.monotonic() + HANG_S
+    while find_state(own.pid, own.started, worker.native_id or 0) != "cut off":
+        assert time.monotonic() < until  # the kernel removes it a moment after the join
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
 A thread of Python sends the heartbeats. It does not run while other code has the interpreter's
 lock, or while the process is stopped. So silence alone does not mean death: then this module looks
 at the process. A rank of the same machine reads `/proc`. For another machine, a rank that runs
-there reads it when it is asked, and answers through the store.
+there reads it when it is asked, and answers through the store. A rank that is cut off from the
+store shows that by the name, or by the end, of the thread that orders its heartbeats.
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ _FACTS: Mapping[ProcessState, str] = {
     "ended": ", and its process has ended",
     "ending": ", and its process ends: it was killed, or dumps core",
     "blocked": ", and its process is in a call of the kernel that does not return",
+    "cut off": ", and its process lives, but is cut off from the key-value store",
 }
 
 
@@ -122,7 +124,7 @@ class ProcessWitness:
         self._count += 1
         with suppress(ValueError):
             asked = unpack(data, Question).processes[:MAX_ASKED]
-            states = tuple((pid, started, find_state(pid, started)) for pid, started in asked)
+            states = tuple((process, find_state(*process)) for process in asked)
             sighting = Sighting(self._process.pid, self._count, states)
             client_thread.put(store, answer_key, encode(sighting))
 
@@ -178,27 +180,28 @@ class FailureDetector:
 
     def _look_at_processes(self, ranks: Sequence[int]) -> None:
         """Look at the processes of ranks that have been silent for half of the timeout."""
-        by_machine: defaultdict[str, dict[tuple[int, int], _LastSeen]] = defaultdict(dict)
+        by_machine: defaultdict[str, dict[tuple[int, int, int], _LastSeen]] = defaultdict(dict)
         for rank in ranks:
             last = self._last_seen.get(rank)
             if last is None or last.beat is None or last.silent_s < self._heartbeat_timeout_s / 2:
                 continue
             if (process := last.beat.process) is not None:
-                by_machine[process.machine][process.pid, process.started] = last
+                key = process.pid, process.started, last.beat.thread
+                by_machine[process.machine][key] = last
         for machine, silent in by_machine.items():
             if machine == self._witness.machine:
-                states = tuple((*process, find_state(*process)) for process in silent)
+                states = tuple((process, find_state(*process)) for process in silent)
             else:
                 states = self._ask_witness(machine, silent)
-            for pid, started, state in states:
-                if (last := silent.get((pid, started))) is not None and state != "unknown":
+            for found, state in states:
+                if (last := silent.get(found)) is not None and state != "unknown":
                     last.state = state
                     if state in ("running", "stopped"):
                         last.alive_s = last.silent_s
 
     def _ask_witness(
-        self, machine: str, processes: Collection[tuple[int, int]]
-    ) -> tuple[tuple[int, int, ProcessState], ...]:
+        self, machine: str, processes: Collection[tuple[int, int, int]]
+    ) -> tuple[tuple[tuple[int, int, int], ProcessState], ...]:
         """Ask the ranks of another machine. Return a new sighting, () if none has come yet."""
         ask_key, answer_key = _witness_keys(self._witness.prefix, machine)
         asked, answer = self._client.call(client_thread.get_each, [ask_key, answer_key])
@@ -271,7 +274,7 @@ class FailureDetector:
         if last is None or last.silent_s < self._heartbeat_timeout_s or not last.alive_s:
             return ""
         is_old = last.silent_s - last.alive_s >= self._heartbeat_timeout_s
-        if is_old or last.state in ("ended", "ending"):
+        if is_old or last.state in ("ended", "ending", "cut off"):
             return ""
         state = "is stopped, and" if last.state == "stopped" else "is alive, but"
         return f"{state} has not run Python for {last.silent_s:.0f} s"

@@ -1,7 +1,8 @@
 """The one thread through which a rank uses a key-value store that all ranks reach.
 
-It serves the channel's calls in order, and sends heartbeats meanwhile. Calls have a deadline that
-the store itself does not keep: a TCPStore whose host is frozen blocks for ever.
+It serves the channel's calls in order, and heartbeats between them. Calls have a deadline that
+the store itself does not keep: a TCPStore whose host is frozen blocks for ever. A second thread
+orders the heartbeats, and shows the processes of this machine when the store does not answer.
 
 Values in the store may have any size. Values that are not from dist_ckpt do no harm.
 """
@@ -10,18 +11,20 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from dist_ckpt.core.comm.rank_messages import MAX_DOCUMENT_NBYTES, HeartbeatSender, NoAnswerError
+from dist_ckpt.core.runtime.processes import show_cut_off
 from dist_ckpt.core.runtime.threads import has_outcome, run_into
 
-MAX_IDLE_S = 3600.0
+# A rank shows that it is cut off if a heartbeat takes this share of the stall timeout. With the
+# period of the heartbeats before it, that is a little less than the silence the others wait for.
+CUT_OFF_SHARE = 0.75
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -59,8 +62,8 @@ JOB_STORE_TEXTS = StoreErrorTexts(
 class StoreClientThread:
     """A thread that owns a store's connection; it starts with the first call.
 
-    It sends a heartbeat every `period_s`, and then calls `after_beat`. A call that takes longer
-    than `stall_timeout_s`, or that the store refuses, raises NoAnswerError.
+    It sends a heartbeat about every `period_s`, and then calls `after_beat`. A call that takes
+    longer than `stall_timeout_s`, or that the store refuses, raises NoAnswerError.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class StoreClientThread:
         self._period_s = period_s
         self._stall_timeout_s = stall_timeout_s
         self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def call(
@@ -116,9 +120,10 @@ class StoreClientThread:
         return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
-        """Send a last heartbeat, with `gone` set, and end the thread. May be called again."""
+        """Send a last heartbeat, with `gone` set, and end the threads. May be called again."""
         if self._thread is None or not self.is_open:
             return
+        self._ended.set()
         self._heartbeat.gone = True
         self.send_heartbeat()
         self._calls.put(None)
@@ -127,19 +132,7 @@ class StoreClientThread:
 
     def _submit(self, future: Future[T], call: Callable[[], T]) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(
-                # Without `self`: the thread must not keep it, nor its channel, alive.
-                target=_serve,
-                args=(self._calls, self._store, self._heartbeat, self._period_s, self._after_beat),
-                name="dist_ckpt heartbeat",
-                daemon=True,
-            )
-            try:
-                self._thread.start()
-            except BaseException:  # the system starts no more threads, or an interrupt
-                self._calls.put(None)  # a thread that runs after all ends
-                self._calls, self._thread = SimpleQueue(), None
-                raise
+            self._start()
         elif not self._thread.is_alive():
             raise NoAnswerError(
                 "the channel is closed, or belongs to the process that this one was forked from: "
@@ -147,38 +140,76 @@ class StoreClientThread:
             )
         self._calls.put(partial(run_into, future, call))
 
+    def _start(self) -> None:
+        # Without `self`: the threads must not keep it, nor its channel, alive.
+        keep_beating = partial(
+            _keep_beating,
+            self._calls,
+            self._ended,
+            partial(_beat_and_look, self._store, self._heartbeat, self._after_beat),
+            self._heartbeat,
+            period_s=self._period_s,
+            patience_s=CUT_OFF_SHARE * self._stall_timeout_s,
+        )
+        beating = threading.Thread(target=keep_beating, name="dist_ckpt heartbeat", daemon=True)
+        self._thread = threading.Thread(
+            target=_serve, args=(self._calls,), name="dist_ckpt store", daemon=True
+        )
+        try:
+            self._thread.start()
+            beating.start()
+        except BaseException:  # the system starts no more threads, or an interrupt
+            self._ended.set()
+            self._calls.put(None)  # a thread that runs after all ends
+            self._calls, self._ended, self._thread = SimpleQueue(), threading.Event(), None
+            raise
+
+
+def _serve(calls: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (call := calls.get()) is not None:
+        call()
+
 
 def _beat(store: Store, heartbeat: HeartbeatSender) -> None:
     if heartbeat.key:
         put(store, heartbeat.key, heartbeat.encode_next())
 
 
-def _serve(
-    calls: SimpleQueue[Callable[[], None] | None],
-    store: Store,
-    heartbeat: HeartbeatSender,
-    period_s: float,
-    after_beat: Callable[[Store], None],
+def _beat_and_look(
+    store: Store, heartbeat: HeartbeatSender, after_beat: Callable[[Store], None]
 ) -> None:
-    # A busy thread must also send heartbeats, so calls do not move the time of the next one.
-    due = 0.0
+    _beat(store, heartbeat)
+    after_beat(store)
+
+
+def _keep_beating(
+    calls: SimpleQueue[Callable[[], None] | None],
+    ended: threading.Event,
+    beat: Callable[[], None],
+    heartbeat: HeartbeatSender,
+    *,
+    period_s: float,
+    patience_s: float,
+) -> None:
+    """Order heartbeats until `ended`. Show when the store does not answer for `patience_s`.
+
+    Whoever holds the interpreter's lock, or is stopped, shows nothing: this is a thread of Python.
+    """
+    heartbeat.thread = threading.get_native_id()
     while True:
-        now = time.monotonic()
-        if now >= due:
-            due = now + period_s
-            try:
-                _beat(store, heartbeat)
-                after_beat(store)
-            except (RuntimeError, OSError):
-                # A lost store stays lost, and torch prints a page about each attempt.
-                due = float("inf")
-        try:
-            call = calls.get(timeout=min(max(0.0, due - now), MAX_IDLE_S))
-        except Empty:
-            continue
-        if call is None:
+        sent: Future[None] = Future()
+        calls.put(partial(run_into, sent, beat))
+        while not has_outcome(sent, patience_s):
+            show_cut_off(is_cut_off=True)
+            if ended.is_set():
+                return
+        if sent.exception(timeout=0) is not None:
+            # A lost store stays lost, and torch prints a page about each attempt. The end of this
+            # thread shows that this rank is cut off.
             return
-        call()
+        show_cut_off(is_cut_off=False)
+        if ended.wait(period_s):
+            return
 
 
 def summarize_error(error: BaseException) -> str:
