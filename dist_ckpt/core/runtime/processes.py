@@ -87,6 +87,8 @@ class ProcessId(Message, frozen=True):
 def find_process(pid: int) -> ProcessId | None:
     """Return the identity of a living process of this machine; None if it cannot be found."""
     with suppress(OSError, ValueError, IndexError):
+        if os.readlink("/proc/self") != str(os.getpid()):  # it shows another namespace of pids
+            return None
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot = file.read().strip()
         namespace = os.stat("/proc/self/ns/pid").st_ino

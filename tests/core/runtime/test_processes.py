@@ -69,6 +69,12 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     child.wait()
 
 
+def test_a_proc_of_another_namespace_gives_no_identity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after `unshare --pid` without `--mount-proc`: there a pid means another process."""
+    monkeypatch.setattr(os, "readlink", lambda _: "1")
+    assert find_process(os.getpid()) is None
+
+
 def await_state(pid: int, started: int, expected: str) -> None:
     until = time.monotonic() + HANG_S
     while find_state(pid, started) != expected:
