@@ -421,12 +421,16 @@ class BarrierRounds:
                 f"rank {closed[0]} has left the run, by an error or by `break`, while this rank "
                 f"saves: look into the log of that rank"
             )
+        if time.monotonic() >= self.find_stop_time():
+            return "the run must stop now, and saves nothing more. Older checkpoints are unchanged"
+        return ""
+
+    def find_stop_time(self) -> float:
+        """Return when the run must stop, by the monotonic clock; inf if nothing requests that."""
         # This rank proposes nothing during an action, but its own signal counts.
         own, now = self._propose(), time.monotonic()
         own_at = now - own.waited_s + self._policy.stop_s if own and own.stops else inf
-        if now >= min(own_at, self._stop_at):
-            return "the run must stop now, and saves nothing more. Older checkpoints are unchanged"
-        return ""
+        return min(own_at, self._stop_at)
 
     def _measure_pace(self) -> None:
         """Update the number of boundaries per second.

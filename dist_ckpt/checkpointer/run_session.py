@@ -170,7 +170,7 @@ class RunSaves:
         Return the worst status of all ranks: `DURABLE`, `STAGED` in memory, `FAILED`, or `TOO_LATE`
         if the save failed and no time is left for another try, by rank 0's clock.
         """
-        status = self._status(until)
+        status = self.wait_until(until)
         # The label is in the error of a rank without partners.
         label, channel = "end" if until == inf else "stop", self.session.channel
         with self.session.operation(f"{label} of the run"), channel.exchange(label) as settling:
@@ -181,7 +181,8 @@ class RunSaves:
                 settling.decide(TOO_LATE if is_late else worst)
         return settling.result(str)
 
-    def _status(self, until: float) -> str:
+    def wait_until(self, until: float) -> str:
+        """Wait for the last save of this rank: `DURABLE`, `FAILED`, or `STAGED` after `until`."""
         if self._handle is None:
             return FAILED if self._has_failed else DURABLE
         try:
@@ -427,11 +428,20 @@ class RunSession:
             if requests.maintenance is not None:
                 is_urgent = is_late or error is not None
                 stack.callback(requests.maintenance.close, URGENT_END_S if is_urgent else END_S)
-            if self.saver is not None and is_late:
-                stack.callback(self.saver.detach)
-            elif self.saver is not None:
-                stack.callback(self.saver.close, keep=error is not None)
+            if self.saver is not None:
+                stack.callback(self._end_saver, self.saver, error)
             stack.callback(self.rounds.close)
+
+    def _end_saver(self, saver: AsyncSaver, error: BaseException | None) -> None:
+        """End the saver. If the run must stop, its writer finishes what is not durable in time."""
+        status = DURABLE if self.stopped is None or self.stopped.is_durable else STAGED
+        stop_at = inf if error is None else self.rounds.find_stop_time()
+        if self.saves is not None and stop_at < inf:
+            status = self.saves.wait_until(stop_at)
+        if status == STAGED:
+            saver.detach()
+        else:
+            saver.close(keep=error is not None)
 
     def drop(self) -> None:
         """Release a run that was not closed, with a warning. Waits for nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -212,6 +213,32 @@ def save_first(ck: dc.Checkpointer, state: dict[str, Any], root: str) -> LockOwn
     writer = JobFolder(job_of(root)).rank(dist.get_rank()).owner("writer")
     assert writer is not None
     return writer
+
+
+def raise_after_a_signal(rank: int, root: str) -> bool:
+    """Return True if the run ends while its only save is written: the storage is slow."""
+    slow = functools.partial(dc.AsyncSaver, max_bytes_per_s=20_000)
+    pytest.MonkeyPatch().setattr(run_session, "AsyncSaver", slow)
+    state: dict[str, Any] = {"model": {f"w{rank}": torch.ones(25_000)}}
+    save = dc.at(1) | dc.on_signal("USR1")
+    with (
+        contextlib.suppress(ZeroDivisionError),
+        checkpointer(root, save=save, background=True, stop_within_s=1.5) as ck,
+    ):
+        ck.restore(state)
+        ck.step(1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        raise ZeroDivisionError
+    assert ck._run is not None
+    assert ck._run.saver is not None
+    assert ck._run.saver._job is not None
+    return bool(ck._run.saver._job.writer.unsettled)
+
+
+def test_an_error_after_a_signal_does_not_outlast_the_time_to_stop(root: Path) -> None:
+    """A worker of a data loader gets the signal too, and the training raises."""
+    assert run_ranks(raise_after_a_signal, str(root), world_size=1, environ=CALM) == [True]
+    assert run_ranks(restored, str(root), world_size=1, environ=CALM) == [(1, 1.0)]
 
 
 def stop_with_a_slow_writer(rank: int, root: str) -> tuple[bool, list[str]]:

@@ -20,6 +20,7 @@ from dist_ckpt.async_save.snapshots.job_folder import ROLES, JobFolder, RankFold
 from dist_ckpt.async_save.trainer.writer_handle import PROGRAMS, WriterHandle
 from dist_ckpt.async_save.writer.writer_messages import WRITER_END_S, Hello
 from dist_ckpt.core.runtime.lock_files import LockFile, LockOwner
+from dist_ckpt.core.runtime.processes import running_time
 from dist_ckpt.core.shard_io.memory.cuda import Fence, PinnedArenas, SideStreams
 from dist_ckpt.errors import CheckpointError, ConflictError, StorageError
 from dist_ckpt.message_text import ranks_text
@@ -251,14 +252,14 @@ def end_orphan_writers(folder: JobFolder, drain_timeout_s: float) -> None:
 
 def _await_end(orphans: dict[int, RankFolder], timeout_s: float) -> list[int]:
     """Wait until all writers have ended. Remove them from `orphans`, and return their ranks."""
-    until = time.monotonic() + timeout_s
+    until = running_time() + timeout_s
     gone: list[int] = []
     while True:
         for rank, orphan in list(orphans.items()):
             if _find_orphan_writer(orphan) is None:
                 del orphans[rank]
                 gone.append(rank)
-        if not orphans or time.monotonic() >= until:
+        if not orphans or running_time() >= until:
             return gone
         time.sleep(_END_CHECK_INTERVAL_S)
 

@@ -303,9 +303,11 @@ class WriterHandle:
         with self._lock:
             self._send(writer_messages.Close())
             if self._process is not None:
-                try:
-                    self._process.wait(timeout_s)
-                except TimeoutExpired:
+                until = running_time() + timeout_s
+                while self._process.poll() is None and running_time() < until:
+                    with suppress(TimeoutExpired):
+                        self._process.wait(_POLL_INTERVAL_S)
+                if self._process.poll() is None:
                     self._process.kill()
                     self._process.wait(ANSWER_TIMEOUT_S)
             self.receive_messages()

@@ -22,7 +22,7 @@ from dist_ckpt.core.comm.rank_messages import NoAnswerError, RankLocation
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.runtime import torch_private
 from dist_ckpt.core.runtime.processes import find_process
-from dist_ckpt.core.runtime.threads import DaemonThreads
+from dist_ckpt.core.runtime.threads import DaemonThreads, has_outcome
 from dist_ckpt.settings import UNKNOWN_GROUP_TIMEOUT_S, Settings, launched_world_size
 
 # A bulk collective begins just after an exchange of all ranks: a rank that is missing after
@@ -124,9 +124,10 @@ def _connect_to_store(timeout_s: float) -> Store:
     try:
         # The thread gives the call a deadline. Torch has only the group's, which does not apply if
         # the store's process is frozen.
-        own: Store = DaemonThreads(1).submit(store.clone).result(timeout_s)
-        return own
-    except TimeoutError:
+        answer = DaemonThreads(1).submit(store.clone)
+        if has_outcome(answer, timeout_s):
+            own: Store = answer.result(timeout=0)
+            return own
         fact = f"no answer for {timeout_s:g} s"
     except (RuntimeError, OSError) as error:
         fact = client_thread.summarize_error(error)

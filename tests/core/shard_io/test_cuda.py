@@ -6,6 +6,7 @@ import ctypes
 import gc
 import logging
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,13 +15,14 @@ from functools import partial
 from mmap import mmap
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 import dist_ckpt as dc
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
+from dist_ckpt.core.runtime import processes
 from dist_ckpt.core.runtime.host_memory import address_of
 from dist_ckpt.core.saving.local_save_state import LocalSaveState
 from dist_ckpt.core.shard_io.memory import cuda
@@ -464,6 +466,32 @@ def test_what_cannot_be_pinned_is_said_once_and_leaves_no_error_in_this_thread(
     assert "65536 bytes of shared memory cannot be pinned (CUDA error 2)" in caplog.text
     arenas.close()
     assert not hasattr(runtime.errors, "last")
+
+
+def test_a_stop_of_the_process_does_not_end_the_wait_for_staging(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after `scontrol suspend` for two hours: the devices finish a moment later."""
+    stopped_s, is_waiting = [0.0], threading.Event()
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stopped_s[0])
+    monkeypatch.setattr(processes, "time", clock)
+    monkeypatch.setattr(cuda, "POLL_S", 0.001)
+
+    def follow() -> None:
+        assert is_waiting.wait(Device.DEADLINE_S)
+        stopped_s[0] = 7200.0
+        threading.Event().wait(0.1)
+
+    real = threading.Thread.join
+
+    def join(thread: threading.Thread, timeout_s: float | None = None) -> None:
+        is_waiting.set()
+        real(thread, timeout_s)
+
+    monkeypatch.setattr(threading.Thread, "join", join)
+    fence, end = Fence(), cast(Any, SimpleNamespace(hold=lambda: None))
+    fence.run(end, follow)
+    fence.close()
 
 
 def test_memory_of_a_device_that_hangs_is_not_waited_for_without_end(

@@ -22,7 +22,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from dist_ckpt.core.runtime.host_memory import address_of
-from dist_ckpt.core.runtime.threads import DaemonThreads
+from dist_ckpt.core.runtime.processes import running_time
+from dist_ckpt.core.runtime.threads import POLL_S, DaemonThreads, has_outcome
 from dist_ckpt.core.shard_io.memory.cell_memory import CellSource
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource
 from dist_ckpt.errors import CheckpointError
@@ -168,7 +169,9 @@ class Fence:
         thread = self._thread
         # A dropped job may end in the staging thread itself: then all is staged.
         if thread is not None and thread is not threading.current_thread():
-            thread.join(COPY_TIMEOUT_S)
+            until = running_time() + COPY_TIMEOUT_S
+            while thread.is_alive() and running_time() < until:
+                thread.join(POLL_S)
             if thread.is_alive():
                 raise CheckpointError(
                     f"the devices have not copied the previous save for {COPY_TIMEOUT_S:g} s: look "
@@ -268,10 +271,12 @@ def _call_in_new_thread(device: torch.device, call: Callable[[], T]) -> T:
 
     threads = DaemonThreads(1)
     try:
-        return threads.submit(on_device).result(COPY_TIMEOUT_S)
-    except TimeoutError:
-        raise CheckpointError(
-            f"{device} has not answered for {COPY_TIMEOUT_S:g} s: look for the cause of the hang"
-        ) from None
+        answer = threads.submit(on_device)
+        if not has_outcome(answer, COPY_TIMEOUT_S):
+            raise CheckpointError(
+                f"{device} has not answered for {COPY_TIMEOUT_S:g} s: look for the cause of "
+                "the hang"
+            )
+        return answer.result(timeout=0)
     finally:
         threads.close()
