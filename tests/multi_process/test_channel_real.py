@@ -506,7 +506,7 @@ def cut_a_link(rank: int) -> tuple[str, int | None, str, float] | str:
             exchange(session.channel, "agree", lambda: rank, sum)
             exchange(session.channel, "write", work, sum)
     except RankError as error:
-        job.set(f"{rank} was told", b"")
+        job.set(f"{rank} was told", "")
         return type(error).__name__, error.rank, str(error), time.monotonic() - start
     return ""
 
