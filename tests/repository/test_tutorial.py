@@ -28,6 +28,7 @@ OTHERWISE = (
     (r"\bloss +\d+\.\d+", "LOSS"),
     # Metrics are put down beside a checkpoint once it is committed: a kill may come between.
     (r" +loss=\d+\.\d+", ""),
+    (r" +METRICS\b", ""),
     # Or the snapshot of the same step, if the writers of the killed job still hold it.
     (r"the newest, from memory\b", "the newest"),
     (r"\btorch 2\.\d+\.\d+(\+\w+)?", "TORCH"),
