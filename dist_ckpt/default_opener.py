@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from dist_ckpt.async_save.snapshots.recovered_snapshots import find_files_on_host
-from dist_ckpt.core.checkpoint.opener import MemorySource, Opener
+from dist_ckpt.core.checkpoint.opener import MemoryFiles, Opener
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.interop.registry import open_foreign
 from dist_ckpt.runs.selectors import resolve_with_lease
@@ -30,7 +30,7 @@ def _open(path: str | os.PathLike[str], *, direct_reads: bool = False) -> tuple[
 
 # Opens our checkpoints, selectors of runs, and safetensors files. Snapshots that background saves
 # have left in this host's memory are loaded from there.
-OPENER = Opener("default", _open, resolve_with_lease, MemorySource(find_files_on_host))
+OPENER = Opener("default", _open, resolve_with_lease, MemoryFiles(find_files_on_host))
 
 
 def with_opener(function: Callable[P, R]) -> Callable[P, R]:

@@ -15,12 +15,12 @@ from dist_ckpt.async_save.snapshots.recovered_snapshots import (
     RecoveredSave,
     SaveIdentity,
     find_checkpoint_files,
-    make_uncommitted_source,
+    make_uncommitted_files,
     open_saves,
 )
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo
 from dist_ckpt.async_save.writer.staged_save import index_fields
-from dist_ckpt.core.checkpoint.opener import NOTHING_IN_MEMORY, MemorySource
+from dist_ckpt.core.checkpoint.opener import NOTHING_IN_MEMORY, MemoryFiles
 from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit import attempts
@@ -147,7 +147,7 @@ class _MemoryRestore:
     _saves: Mapping[str, RecoveredSave] | None = None
     _index: bytes | None = None
 
-    def choose(self, unusable: set[str]) -> tuple[_RestoreChoice, MemorySource] | None:
+    def choose(self, unusable: set[str]) -> tuple[_RestoreChoice, MemoryFiles] | None:
         """Agree on the newest usable save. Collective."""
         channel = self.session.channel
         with self.session.operation(f"restore of job {self.folder.job}"):
@@ -167,10 +167,10 @@ class _MemoryRestore:
         save = saves.get(choice.id)
         if choice.attempt:
             assert save is not None, "each host has it"
-            return choice, make_uncommitted_source(save, choice.attempt, self._index)
+            return choice, make_uncommitted_files(save, choice.attempt, self._index)
         if save is None:
             return choice, NOTHING_IN_MEMORY
-        return choice, MemorySource(
+        return choice, MemoryFiles(
             lambda path, index, stack: find_checkpoint_files(save, path, index)
         )
 

@@ -62,8 +62,8 @@ class RankRequests:
             return BarrierProposal(self.rank, why, stops=True, waited_s=waited_s)
         if self.refusal is not None:
             return self.refusal
-        for source in (self.maintenance, self.external):
-            if source is not None and (proposal := source.proposal()) is not None:
+        for asker in (self.maintenance, self.external):
+            if asker is not None and (proposal := asker.proposal()) is not None:
                 return proposal
         if self.rank == COORDINATOR and self.save.is_time(time.monotonic() - self.saved_at):
             return BarrierProposal(self.rank, "the time")

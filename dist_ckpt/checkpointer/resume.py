@@ -138,8 +138,8 @@ class Resume:
         if restored is None:
             return Resumed(None, number)
         is_durable = restored in listing.candidates
-        source = f"at {restored.path}" if is_durable else "from memory"
-        description = f"step {restored.step}, {source}"
+        place = f"at {restored.path}" if is_durable else "from memory"
+        description = f"step {restored.step}, {place}"
         return Resumed(restored.step, number, description, in_memory_only=not is_durable)
 
     def _list(self, at: str | None) -> _RunListing:

@@ -254,13 +254,13 @@ def _scope(stored: StoredAnnotation) -> tuple[str, CheckpointKey | None]:
 def _link(storage: Storage, root: str, stored: StoredAnnotation, name: AnnotationName) -> None:
     """Link an annotation to its new name. The link keeps the time by which a lease ends."""
     inner = f"{stored.step}/{stored.attempt}"
-    source = f"{root}/{OLD_ANNOTATIONS}/{inner}/{stored.name}"
+    old_file = f"{root}/{OLD_ANNOTATIONS}/{inner}/{stored.name}"
     folder = f"{root}/{ANNOTATIONS}/{inner}"
     make_durable_folders(storage, root, folder)
     try:
-        storage.link(source, f"{folder}/{name}")
+        storage.link(old_file, f"{folder}/{name}")
     except StorageError:  # the storage has no links: a lease then lasts longer
-        data = read_document(storage, source, MAX_NBYTES_OF_RECORD)
+        data = read_document(storage, old_file, MAX_NBYTES_OF_RECORD)
         put_record(storage, folder, str(name), data)
 
 

@@ -119,7 +119,7 @@ def test_a_writer_is_told_only_of_what_is_staged_without_a_gap(arena: Arena) -> 
     files = files_of({"a": {"w": torch.ones(100)}, "b": {"w": torch.ones(100)}})
     assert len(files.plans) == 2
     may, seen = threading.Event(), []
-    first, second = files.sources
+    first, second = files.readers
 
     def read_second(number: int) -> Any:
         seen.append(ArenaReader(arena.path, JOB).follow(ID).ready)
@@ -129,7 +129,7 @@ def test_a_writer_is_told_only_of_what_is_staged_without_a_gap(arena: Arena) -> 
     def read_first(number: int) -> Any:
         return Slow(first(number), may)
 
-    held_up = replace(files, sources=(read_first, read_second))
+    held_up = replace(files, readers=(read_first, read_second))
     staged(arena, held_up)
     assert seen == [0]
 

@@ -12,7 +12,7 @@ from dist_ckpt.core.format.geometry import (
     pieces,
     row_major_strides,
 )
-from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource, TensorTarget, synchronize
+from dist_ckpt.core.shard_io.memory.torch_tensor import TensorReader, TensorTarget, synchronize
 from sources import read_all
 
 pytestmark = [
@@ -39,7 +39,7 @@ def test_what_is_on_the_device_is_read_and_placed_bit_for_bit(device, dtype):
     for tensor in (value, value.transpose(0, 2), value[:, 1::2]):
         expected = bytes_of(tensor)
         synchronize([tensor])
-        assert read_all(TensorSource(tensor), 7 * dtype.itemsize) == expected
+        assert read_all(TensorReader(tensor), 7 * dtype.itemsize) == expected
         cell = Region.whole(tuple(tensor.shape))
         target = torch.zeros_like(tensor)
         strides = row_major_strides(cell.shape)

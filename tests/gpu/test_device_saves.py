@@ -17,7 +17,7 @@ import torch
 import dist_ckpt as dc
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.core.shard_io.memory import cuda
-from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource
+from dist_ckpt.core.shard_io.memory.torch_tensor import TensorReader
 
 pytestmark = [
     pytest.mark.gpu,
@@ -265,13 +265,13 @@ def test_a_tensor_is_copied_by_few_calls(
     tmp_path: Path, saver: dc.AsyncSaver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent = []
-    send = TensorSource.send
+    send = TensorReader.send
 
-    def counted(source: TensorSource, start: int, stop: int, memory: memoryview) -> None:
+    def counted(source: TensorReader, start: int, stop: int, memory: memoryview) -> None:
         sent.append(stop - start)
         send(source, start, stop, memory)
 
-    monkeypatch.setattr(TensorSource, "send", counted)
+    monkeypatch.setattr(TensorReader, "send", counted)
     model = Large(256 << 20)
     with torch.no_grad():
         torch.arange(64 << 20, out=model.weight)

@@ -22,7 +22,7 @@ from dist_ckpt.async_save.snapshots.job_folder import (
     has_jobs,
     make_job_name,
 )
-from dist_ckpt.core.checkpoint.opener import MemorySource
+from dist_ckpt.core.checkpoint.opener import MemoryFiles
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.filenames import INDEX
 from dist_ckpt.core.format.geometry import ByteRange
@@ -325,7 +325,7 @@ def find_files_on_host(path: str, index: Index, stack: ExitStack) -> Mapping[str
     }
 
 
-def make_uncommitted_source(save: RecoveredSave, attempt: str, index: bytes | None) -> MemorySource:
+def make_uncommitted_files(save: RecoveredSave, attempt: str, index: bytes | None) -> MemoryFiles:
     """Return the files of a save that is complete on this host and was never committed.
 
     They include `index`, which was rebuilt for `attempt`. Only the coordinator has the index, and
@@ -336,7 +336,7 @@ def make_uncommitted_source(save: RecoveredSave, attempt: str, index: bytes | No
     files: dict[str, ServedFile] = {f"{folder}/{n}": file for n, file, _ in _sealed_files(save)}
     if index is not None:
         files[f"{folder}/{INDEX}"] = BytesFile(index)
-    return MemorySource(
+    return MemoryFiles(
         lambda path, stored, stack: files if stored.attempt == attempt else {}, uncommitted=files
     )
 

@@ -43,9 +43,9 @@ from dist_ckpt.core.saving.agreement import (
 from dist_ckpt.core.saving.attachments import read_attached
 from dist_ckpt.core.saving.local_save_state import LocalSaveState
 from dist_ckpt.core.saving.save_options import SaveOptions
-from dist_ckpt.core.shard_io.memory.cell_memory import CellSource
+from dist_ckpt.core.shard_io.memory.cell_memory import CellReader
 from dist_ckpt.core.shard_io.memory.cuda import SideStreamCopies, check_no_capture
-from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, SourceOf
+from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, ReaderOf
 from dist_ckpt.core.state.tree.containers import State
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.reports import Phases, SaveReport
@@ -101,17 +101,17 @@ def stage_overlapped(
     """
     chunks = list(_split_into_chunks(arena, images, files, _DEVICE_CHUNK_NBYTES))
     can_copy = device_copies.can_copy
-    device_parts = [[part for part in chunk.parts() if can_copy(part.source)] for chunk in chunks]
+    device_parts = [[part for part in chunk.parts() if can_copy(part.reader)] for chunk in chunks]
     early = [part for parts in device_parts for part in parts if part.fqn not in late]
     for part in early:
-        device_copies.send(part.source, part.start, part.stop, part.target)
+        device_copies.send(part.reader, part.start, part.stop, part.target)
     if early:
         device_copies.hold_training()
     marks = []
     for parts in device_parts:
         for part in parts:
             if part.fqn in late:
-                device_copies.send(part.source, part.start, part.stop, part.target)
+                device_copies.send(part.reader, part.start, part.stop, part.target)
         marks.append(device_copies.mark())
     parallel_for(partial(_CopyChunk.copy, device_copies=device_copies), chunks, threads=_THREADS)
     _copy_objects(images, files)
@@ -135,7 +135,7 @@ class _PlacedPart(NamedTuple):
     """A part of a tensor, and its memory in the image."""
 
     fqn: str
-    source: CellSource
+    reader: CellReader
     start: int
     stop: int
     target: memoryview
@@ -146,7 +146,7 @@ class _CopyChunk:
     """Batches of a file that one thread copies into `memory`, which ends at byte `stop`."""
 
     plan: FilePlan
-    source_of: SourceOf
+    reader_of: ReaderOf
     batches: tuple[Batch, ...]
     memory: memoryview
     stop: int
@@ -158,14 +158,14 @@ class _CopyChunk:
             target = self.memory[batch.start - first :]
             target_address, filled = address_of(target), 0
             for part in batch.parts:
-                source, start, stop = self._source(part), part.start, part.stop
+                reader, start, stop = self._reader(part), part.start, part.stop
                 size = stop - start
-                if device_copies is not None and device_copies.can_copy(source):
+                if device_copies is not None and device_copies.can_copy(reader):
                     pass
-                elif len(batch.parts) > 1 and (address := source.address()) is not None:
+                elif len(batch.parts) > 1 and (address := reader.address()) is not None:
                     move(target_address + filled, address + start, size)
                 else:
-                    data = source.read(start, stop, target[filled : filled + size])
+                    data = reader.read(start, stop, target[filled : filled + size])
                     if data.obj is not target.obj:
                         copy(target[filled : filled + size], data)
                 filled += size
@@ -178,32 +178,32 @@ class _CopyChunk:
             blocks = [*group]
             start, stop = blocks[0].start, blocks[-1].stop
             target = self.memory[filled : filled + stop - start]
-            fqn, source = self.plan.items[item].fqn, self._source(blocks[0])
-            yield _PlacedPart(fqn, source, start, stop, target)
+            fqn, reader = self.plan.items[item].fqn, self._reader(blocks[0])
+            yield _PlacedPart(fqn, reader, start, stop, target)
             filled += target.nbytes
 
-    def _source(self, part: BatchPart) -> CellSource:
-        source = self.source_of(part.item)
-        if source.nbytes != part.nbytes:
+    def _reader(self, part: BatchPart) -> CellReader:
+        reader = self.reader_of(part.item)
+        if reader.nbytes != part.nbytes:
             raise ValueError(
                 f"{self.plan.items[part.item].fqn}: {part.nbytes} bytes when the save began, and "
-                f"{source.nbytes} now: change no tensor before it is staged"
+                f"{reader.nbytes} now: change no tensor before it is staged"
             )
-        return source
+        return reader
 
 
 def _split_into_chunks(
     arena: Arena, images: Sequence[memoryview], files: RankFiles, nbytes: int
 ) -> Iterator[_CopyChunk]:
     spans = arena.spans.images
-    for plan, source_of, image, span in zip(
-        files.plans, files.sources, images, spans, strict=False
+    for plan, reader_of, image, span in zip(
+        files.plans, files.readers, images, spans, strict=False
     ):
         for batches in _group_batches(plan.batches, nbytes):
             last = batches[-1]
             start = plan.header.nbytes + batches[0].start
             stop = plan.header.nbytes + last.start + _nbytes(last)
-            yield _CopyChunk(plan, source_of, batches, image[start:stop], span.start + stop)
+            yield _CopyChunk(plan, reader_of, batches, image[start:stop], span.start + stop)
 
 
 def _group_batches(batches: Sequence[Batch], min_nbytes: int) -> Iterator[tuple[Batch, ...]]:

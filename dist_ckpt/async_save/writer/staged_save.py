@@ -147,15 +147,15 @@ def open_staged_files(
         _MappedImage(image, span.start, staging)
         for image, span in zip(followed.images, followed.spans.images, strict=True)
     ]
-    sources = tuple(
-        partial(StagedSource, image, plan) for image, plan in zip(mapped, plans, strict=False)
+    readers = tuple(
+        partial(StagedReader, image, plan) for image, plan in zip(mapped, plans, strict=False)
     )
     headers = {
         plan.name: image[: plan.header.nbytes]
         for plan, image in zip(plans, followed.images, strict=False)
     }
     objects = _Objects(dict(zip(encoded, mapped[num:], strict=True)))
-    return RankFiles(snapshot.step, tuple(plans), sources, objects, headers)
+    return RankFiles(snapshot.step, tuple(plans), readers, objects, headers)
 
 
 class _MappedImage:
@@ -181,8 +181,8 @@ class _MappedImage:
         return self._address + start
 
 
-class StagedSource:
-    """One shard in the image of its file (`CellSource`). All calls but `nbytes` may wait."""
+class StagedReader:
+    """One shard in the image of its file (`CellReader`). All calls but `nbytes` may wait."""
 
     __slots__ = ("_image", "_start", "_stop")
 

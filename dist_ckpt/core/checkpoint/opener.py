@@ -16,7 +16,7 @@ UserPath = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
-class MemorySource:
+class MemoryFiles:
     """Files in the memory of this host: a load reads them there, not from the storage.
 
     `committed` takes the path and the index of a committed checkpoint, and returns its files by
@@ -33,8 +33,8 @@ class MemorySource:
         return bool(self.uncommitted)
 
 
-# With this source a load reads everything from the storage.
-NOTHING_IN_MEMORY = MemorySource(lambda path, index, stack: {})
+# With this value a load reads everything from the storage.
+NOTHING_IN_MEMORY = MemoryFiles(lambda path, index, stack: {})
 
 
 class PathOpener(Protocol):
@@ -57,7 +57,7 @@ class Opener:
     name: str
     open: PathOpener
     resolve: Callable[[Storage, str, ExitStack | None], str]
-    memory: MemorySource = NOTHING_IN_MEMORY
+    memory: MemoryFiles = NOTHING_IN_MEMORY
 
     def without_selector(self, path: UserPath) -> UserPath:
         """Return the path of the checkpoint that a selector names, or the unchanged path."""

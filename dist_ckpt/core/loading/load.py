@@ -21,7 +21,7 @@ from msgspec import structs
 from torch.distributed import ProcessGroup
 
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
-from dist_ckpt.core.checkpoint.opener import NATIVE, NOTHING_IN_MEMORY, MemorySource, Opener
+from dist_ckpt.core.checkpoint.opener import NATIVE, NOTHING_IN_MEMORY, MemoryFiles, Opener
 from dist_ckpt.core.checkpoint.verify_checkpoint import record_damage
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.process_group import session_of
@@ -169,7 +169,7 @@ def load_together(
     path: Sources,
     options: LoadOptions,
     storage: Storage | None = None,
-    memory: MemorySource = NOTHING_IN_MEMORY,
+    memory: MemoryFiles = NOTHING_IN_MEMORY,
     *,
     opener: Opener = NATIVE,
 ) -> LoadReport:

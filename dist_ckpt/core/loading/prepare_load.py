@@ -10,7 +10,7 @@ from itertools import chain
 from msgspec import structs
 
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
-from dist_ckpt.core.checkpoint.opener import MemorySource, Opener
+from dist_ckpt.core.checkpoint.opener import MemoryFiles, Opener
 from dist_ckpt.core.comm.collectives.host_links import HostLinks
 from dist_ckpt.core.comm.exchange.channel import fits_exchange
 from dist_ckpt.core.comm.session import Session
@@ -71,7 +71,7 @@ class LoadCall:
     path: Sources
     options: LoadOptions
     storage: Storage | None
-    memory: MemorySource
+    memory: MemoryFiles
     opener: Opener
 
 

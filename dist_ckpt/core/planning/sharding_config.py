@@ -223,13 +223,13 @@ class ShardingConfig:
         fitting = {axis: dim for axis, dim in self.default.items() if -ndim <= dim < ndim}
         return self._axes(fitting, ndim, "the default")
 
-    def _axes(self, rule: Mapping[str, int], ndim: int, source: str) -> Axes:
+    def _axes(self, rule: Mapping[str, int], ndim: int, rule_text: str) -> Axes:
         cut: list[list[int]] = [[] for _ in range(ndim)]
         for number, axis in enumerate(self.mesh):
             if axis in rule:
                 if not -ndim <= rule[axis] < ndim:
                     raise ValueError(
-                        f"{source} cuts dimension {rule[axis]} of a tensor that has {ndim}"
+                        f"{rule_text} cuts dimension {rule[axis]} of a tensor that has {ndim}"
                     )
                 cut[rule[axis]].append(number)
         return tuple(map(tuple, cut))

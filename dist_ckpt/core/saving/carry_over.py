@@ -38,7 +38,7 @@ from dist_ckpt.core.saving.carry_plan import (
     plan_carried,
     select_carried_names,
 )
-from dist_ckpt.core.shard_io.read.read_windows import WindowSources, read_windows
+from dist_ckpt.core.shard_io.read.read_windows import WindowReaders, read_windows
 from dist_ckpt.core.shard_io.write.link_unchanged import MAX_SHARED
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
 from dist_ckpt.core.storage import Storage, open_storage
@@ -251,7 +251,7 @@ class CarryOver:
             plans = plan_rank_files(self.plan.copied, rank)
             with self.source.open_on(storage, slots=session.scratch_buffers) as source:
                 read = read_windows(source.read, plans, WINDOW_NBYTES, lambda nbytes: None)
-                copied = RankFiles(step, plans, WindowSources(plans, read).sources, {})
+                copied = RankFiles(step, plans, WindowReaders(plans, read).readers, {})
                 # One thread: windows are read one at a time, and their blocks written in order.
                 receipts += write_all(storage, folder, copied, threads=1)
         return tuple(receipts), linked

@@ -35,7 +35,7 @@ from dist_ckpt.core.planning.save.save_planner import (
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.processes import paused_collector
 from dist_ckpt.core.saving.agreement import SaveCache
-from dist_ckpt.core.shard_io.memory.cell_memory import CellSource
+from dist_ckpt.core.shard_io.memory.cell_memory import CellReader
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles
 from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory
 from dist_ckpt.core.state.tree.containers import State
@@ -64,7 +64,7 @@ class StateReader:
 class RankPlan:
     """The part of one rank in a plan: its files, its replica groups, and its numbered cells.
 
-    `origins` has, for each file, the source cell of each item.
+    `origins` has, for each file, the cell of the state for each item.
     """
 
     plan: SavePlan
@@ -196,7 +196,7 @@ class LocalSaveState:
         return RankFiles(
             step=step,
             plans=part.files,
-            sources=tuple(partial(self._source_of, origins) for origins in part.origins),
+            readers=tuple(partial(self._reader_of, origins) for origins in part.origins),
             objects=objects,
         )
 
@@ -221,10 +221,10 @@ class LocalSaveState:
             cached = self._cache.rank_plan = RankPlan.of(plan, self.inventory, self._rank)
         return cached
 
-    def _source_of(self, origins: Sequence[Origin], number: int) -> CellSource:
+    def _reader_of(self, origins: Sequence[Origin], number: int) -> CellReader:
         fqn, cell_number, part = origins[number]
-        source = self.local.source(fqn, cell_number)
-        return source if part is None else source.part(part)
+        reader = self.local.reader(fqn, cell_number)
+        return reader if part is None else reader.part(part)
 
     def _digests(
         self, group: ReplicaGroup, cells: CellNumbers, whole_nbytes: float
@@ -233,11 +233,11 @@ class LocalSaveState:
         digests = {}
         for fqn, cell in group.cells:
             name = f"{fqn}[{cell}]"
-            source = self._source_of((find_origin(cells, fqn, cell),), 0)
-            whole_nbytes -= source.nbytes
+            reader = self._reader_of((find_origin(cells, fqn, cell),), 0)
+            whole_nbytes -= reader.nbytes
             is_whole = whole_nbytes >= 0
-            self.num_sampled += not is_whole and source.nbytes > _WHOLE_NBYTES
-            digests[name] = digest_whole(source) if is_whole else digest_sample(source, name)
+            self.num_sampled += not is_whole and reader.nbytes > _WHOLE_NBYTES
+            digests[name] = digest_whole(reader) if is_whole else digest_sample(reader, name)
         values = {**self.local.per_rank, **self.local.values}
         digests |= {fqn: document_digest(encode_value(values[fqn])) for fqn in group.values}
         return digests
@@ -275,27 +275,27 @@ def encode_objects_files(
     return files
 
 
-def digest_sample(source: CellSource, name: str) -> str:
+def digest_sample(reader: CellReader, name: str) -> str:
     """Return the digest of a sample: all bytes up to 1 MiB, otherwise 16 blocks of 64 KiB.
 
     The offsets of the blocks follow from the size and `name`, so `name` must be the same on all
     ranks.
     """
-    return _digest_blocks(source, _sample_offsets(source.nbytes, name), _BLOCK_NBYTES)
+    return _digest_blocks(reader, _sample_offsets(reader.nbytes, name), _BLOCK_NBYTES)
 
 
-def digest_whole(source: CellSource) -> str:
+def digest_whole(reader: CellReader) -> str:
     """Return the digest of all bytes."""
-    return _digest_blocks(source, range(0, source.nbytes, _WHOLE_NBYTES), _WHOLE_NBYTES)
+    return _digest_blocks(reader, range(0, reader.nbytes, _WHOLE_NBYTES), _WHOLE_NBYTES)
 
 
-def _digest_blocks(source: CellSource, offsets: Iterable[int], nbytes: int) -> str:
-    scratch = memoryview(bytearray(min(nbytes, source.nbytes)))
+def _digest_blocks(reader: CellReader, offsets: Iterable[int], nbytes: int) -> str:
+    scratch = memoryview(bytearray(min(nbytes, reader.nbytes)))
     digests = [
-        block_digest(source.read(start, min(start + nbytes, source.nbytes), scratch))
+        block_digest(reader.read(start, min(start + nbytes, reader.nbytes), scratch))
         for start in offsets
     ]
-    return document_digest(f"{source.nbytes} {' '.join(digests)}".encode())
+    return document_digest(f"{reader.nbytes} {' '.join(digests)}".encode())
 
 
 def _sample_offsets(nbytes: int, name: str) -> list[int]:

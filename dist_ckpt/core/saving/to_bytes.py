@@ -20,7 +20,7 @@ from dist_ckpt.core.planning.save.save_planner import plan_rank_files, plan_save
 from dist_ckpt.core.planning.tensor_views import Whole, compute_cells
 from dist_ckpt.core.runtime.processes import paused_collector
 from dist_ckpt.core.saving.local_save_state import encode_objects_files
-from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, SourceOf, write_all
+from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, ReaderOf, write_all
 from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory
 from dist_ckpt.core.state.tree.containers import State
 from dist_ckpt.message_text import listed
@@ -56,7 +56,7 @@ def to_bytes(state: State) -> bytes:
         out.seek(nbytes - 1)
         out.write(b"\0")
         writer = _DataWriter(out, start, {file.name: file for file in files})
-        content = RankFiles(None, files, tuple(_find_sources(local, file) for file in files), {})
+        content = RankFiles(None, files, tuple(_find_readers(local, file) for file in files), {})
         write_all(writer, "", content, threads=1)
         header = _encode_header(plan, files, objects, writer.headers)
         assert len(header) == start, "no digest changes the length of the header"
@@ -87,8 +87,8 @@ def _single_rank_inventory(inventory: Inventory) -> Inventory:
     )
 
 
-def _find_sources(local: LocalState, file: FilePlan) -> SourceOf:
-    return lambda number: local.source(file.items[number].fqn, 0)
+def _find_readers(local: LocalState, file: FilePlan) -> ReaderOf:
+    return lambda number: local.reader(file.items[number].fqn, 0)
 
 
 def _encode_header(

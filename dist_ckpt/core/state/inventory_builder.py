@@ -16,7 +16,7 @@ from dist_ckpt.core.planning.name_selection import SELECT_ALL, Selection
 from dist_ckpt.core.planning.plan import Inventory, NameList, TensorEntry
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.planning.tensor_views import Flattened, View, Whole
-from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource, synchronize
+from dist_ckpt.core.shard_io.memory.torch_tensor import TensorReader, synchronize
 from dist_ckpt.core.state.fsdp1.fsdp1_optimizers import with_original_params
 from dist_ckpt.core.state.named_optimizers import (
     ParameterName,
@@ -89,9 +89,9 @@ class LocalState:
                 names.update(child_name(fqn, name) for key, name in named.items() if key in stepped)
         return frozenset(names)
 
-    def source(self, fqn: str, number: int) -> TensorSource:
+    def reader(self, fqn: str, number: int) -> TensorReader:
         """Return the memory of one cell of a tensor."""
-        return TensorSource(self.parts[fqn][number])
+        return TensorReader(self.parts[fqn][number])
 
     def synchronize(self) -> None:
         """Wait until the accelerators have computed the tensors of this state."""

@@ -37,7 +37,7 @@ from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, Receipt
 from dist_ckpt.core.planning.save.save_planner import plan_all_files, stored_cells_by_rank
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.shard_io.read.open_files import read_encoded_objects
-from dist_ckpt.core.shard_io.read.read_windows import WindowSources
+from dist_ckpt.core.shard_io.read.read_windows import WindowReaders
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.storage_wrappers import CountingStorage
@@ -342,7 +342,7 @@ def _write(
     with closing(AveragedTensors(plan.sources, plan.averaged, session.scratch_buffers)) as tensors:
         count_read = CopyProgress(tensors.nbytes_to_read(plans), progress)
         with closing(tensors.windows(plans, count_read)) as filled:
-            sources = iter(WindowSources(plans, filled).sources)
+            readers = iter(WindowReaders(plans, filled).readers)
             for assignment in plan.assignments:
                 with attempts.not_found_if_removed(newest.storage, newest.path, newest.attempt):
                     objects = {
@@ -352,7 +352,7 @@ def _write(
                 files = RankFiles(
                     step=newest.index.step,
                     plans=assignment.plans,
-                    sources=tuple(next(sources) for _ in assignment.plans),
+                    readers=tuple(next(readers) for _ in assignment.plans),
                     objects=objects,
                 )
                 # One thread, so that it requests the blocks in the order of the windows.

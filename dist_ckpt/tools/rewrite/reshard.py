@@ -39,7 +39,7 @@ from dist_ckpt.core.saving.carry_plan import (
     select_carried_names,
     whole_or_name,
 )
-from dist_ckpt.core.shard_io.read.read_windows import WindowSources, read_windows
+from dist_ckpt.core.shard_io.read.read_windows import WindowReaders, read_windows
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
 from dist_ckpt.core.state.tree.containers import child_name, is_mapping
 from dist_ckpt.core.storage import Storage, open_storage
@@ -243,7 +243,7 @@ class _Reshard:
             content = RankFiles(
                 step=self.index.step,
                 plans=files,
-                sources=WindowSources(files, filled).sources,
+                readers=WindowReaders(files, filled).readers,
                 objects=self._encode_documents(rank),
             )
             # One thread, because one window is read at a time, and blocks are written in its order.

@@ -13,7 +13,7 @@ from dist_ckpt.core.saving import local_save_state, save
 from dist_ckpt.core.saving.local_save_state import digest_sample, digest_whole
 from dist_ckpt.core.saving.save import save_together
 from dist_ckpt.core.saving.save_options import SaveOptions
-from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource
+from dist_ckpt.core.shard_io.memory.torch_tensor import TensorReader
 from dist_ckpt.errors import UnequalReplicasError
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.thread_channel import TEST_CONFIG
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 
 def digest(data, name="model.w"):
-    return digest_sample(TensorSource(tensor_of(data)), name)
+    return digest_sample(TensorReader(tensor_of(data)), name)
 
 
 def tensor_of(data):
@@ -42,7 +42,7 @@ def test_every_byte_counts_up_to_one_mebibyte(nbytes):
 
 
 def test_one_mebibyte_is_read_of_a_large_tensor_spread_over_all_of_it():
-    class Counted(TensorSource):
+    class Counted(TensorReader):
         spans: tuple[tuple[int, int], ...] = ()
 
         def read(self, start, stop, scratch):
@@ -87,10 +87,10 @@ def beside_the_sample():
 @pytest.mark.parametrize("nbytes", [8, MIB, 2 * MIB + 8])
 def test_every_byte_counts_in_a_whole_digest(nbytes):
     data = bytearray(nbytes)
-    before = digest_whole(TensorSource(tensor_of(data)))
+    before = digest_whole(TensorReader(tensor_of(data)))
     for place in (0, nbytes // 2, nbytes - 1):
         data[place] ^= 1
-        assert digest_whole(TensorSource(tensor_of(data))) != before
+        assert digest_whole(TensorReader(tensor_of(data))) != before
         data[place] ^= 1
 
 

@@ -16,14 +16,14 @@ from dist_ckpt.core.format.geometry import Cell
 from dist_ckpt.core.format.shard_file import decode_header
 from dist_ckpt.core.planning.save import save_planner
 from dist_ckpt.core.runtime.host_memory import BufferPool, address_of, allocate_scratch
-from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource
+from dist_ckpt.core.shard_io.memory.torch_tensor import TensorReader
 from dist_ckpt.core.shard_io.write.shard_writer import NUM_WAITING, RankFiles, write_all
 from dist_ckpt.core.storage import WritableFile
 from dist_ckpt.errors import ConflictError, StorageError
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from long_mode import examples
-from written import BytesSource, Saved, catalog_of, one_cell, random_tensor, rank_files, rows
+from written import BytesReader, Saved, catalog_of, one_cell, random_tensor, rank_files, rows
 
 FOLDER = "/ck"
 
@@ -232,7 +232,7 @@ def test_no_more_scratch_is_used_than_is_written_waits_and_is_made_ready() -> No
     seen: set[int] = set()
     lock = threading.Lock()
 
-    class Watching(BytesSource):
+    class Watching(BytesReader):
         def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
             with lock:
                 seen.add(id(scratch.obj))
@@ -242,7 +242,7 @@ def test_no_more_scratch_is_used_than_is_written_waits_and_is_made_ready() -> No
     files = files_of(saved, block_nbytes=64)
     (plan,) = files.plans
     watching = [Watching(saved["model.w"], item.cell, copies=True) for item in plan.items]
-    write_all(folder(), FOLDER, replace(files, sources=(watching.__getitem__,)), threads=3)
+    write_all(folder(), FOLDER, replace(files, readers=(watching.__getitem__,)), threads=3)
     assert 1 <= len(seen) <= 3 + NUM_WAITING + 1
 
 
@@ -258,7 +258,7 @@ class Telling(MemoryStorage):
         super().write(node, offset, data)  # type: ignore[arg-type]
 
 
-class LoadArguments(BytesSource):
+class LoadArguments(BytesReader):
     """A source that says when a block is asked for."""
 
     def __init__(self, saved: Saved, cell: Cell, tell: Callable[[], None]) -> None:
@@ -275,7 +275,7 @@ def asked_of(tell: Callable[[], None]) -> RankFiles:
     saved = {"model.w": random_tensor((128,), one_cell((128,)))}
     files = files_of(saved, block_nbytes=64)
     (item,) = files.plans[0].items
-    return replace(files, sources=(lambda _: LoadArguments(saved["model.w"], item.cell, tell),))
+    return replace(files, readers=(lambda _: LoadArguments(saved["model.w"], item.cell, tell),))
 
 
 def test_blocks_are_made_ready_while_all_threads_write(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,15 +365,15 @@ def test_whatever_the_alignment_the_file_is_the_same_and_its_memory_lies_as_it_w
 
 def test_a_tensor_that_has_another_size_by_now_is_refused_by_name() -> None:
     files = files_of(tensors())
-    (of_item,) = files.sources
+    (of_item,) = files.readers
     smaller = torch.zeros(1, dtype=torch.uint8)
-    grown = replace(files, sources=(lambda number: TensorSource(smaller),))
+    grown = replace(files, readers=(lambda number: TensorReader(smaller),))
     with pytest.raises(ValueError, match=r"model\.\w: \d+ bytes when the save began, and 1 now"):
         write_all(folder(), FOLDER, grown, threads=2)
-    write_all(folder(), FOLDER, replace(files, sources=(of_item,)), threads=2)
+    write_all(folder(), FOLDER, replace(files, readers=(of_item,)), threads=2)
 
 
-class InMemory(BytesSource):
+class InMemory(BytesReader):
     """The bytes of a cell in memory that begins at a place we choose."""
 
     def __init__(self, data: bytes, remainder: int) -> None:
@@ -397,7 +397,7 @@ def test_a_block_is_copied_only_where_its_memory_does_not_lie_as_the_file_wants(
     (item,) = files.plans[0].items
     source = InMemory(saved["model.w"].of(item.cell), remainder)
     storage = Placing(64)
-    files = replace(files, sources=(lambda _: source,))
+    files = replace(files, readers=(lambda _: source,))
     (receipt,) = write_all(storage, FOLDER, files, threads=1)
     assert content(storage, "model-00000.safetensors")[receipt[2] :] == bytes(source._live)
     assert (storage.addresses != [address_of(source._live)]) == copied
@@ -465,12 +465,12 @@ def test_small_blocks_come_straight_from_the_memory_of_tensors() -> None:
     files = files_of(saved, block_nbytes=64)
     (plan,) = files.plans
     held = [
-        TensorSource(torch.frombuffer(bytearray(saved[item.fqn].of(item.cell)), dtype=torch.uint8))
+        TensorReader(torch.frombuffer(bytearray(saved[item.fqn].of(item.cell)), dtype=torch.uint8))
         for item in plan.items
     ]
     from_bytes, from_tensors = folder(), folder()
     receipts = write_all(from_bytes, FOLDER, files, threads=2)
-    tensors = replace(files, sources=(held.__getitem__,))
+    tensors = replace(files, readers=(held.__getitem__,))
     assert write_all(from_tensors, FOLDER, tensors, threads=2) == receipts
     assert from_tensors.tree() == from_bytes.tree()
 
@@ -478,7 +478,7 @@ def test_small_blocks_come_straight_from_the_memory_of_tensors() -> None:
 def test_slots_are_kept_from_one_save_to_the_next() -> None:
     seen: list[object] = []
 
-    class Watching(BytesSource):
+    class Watching(BytesReader):
         def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
             seen.append(scratch.obj)
             return super().read(start, stop, scratch)
@@ -486,7 +486,7 @@ def test_slots_are_kept_from_one_save_to_the_next() -> None:
     saved = {"model.w": random_tensor((4,), one_cell((4,)))}
     files = files_of(saved)
     (item,) = files.plans[0].items
-    watching = replace(files, sources=(lambda _: Watching(saved["model.w"], item.cell),))
+    watching = replace(files, readers=(lambda _: Watching(saved["model.w"], item.cell),))
     slots = BufferPool()
     for _ in range(2):
         write_all(folder(), FOLDER, watching, threads=1, slots=slots)

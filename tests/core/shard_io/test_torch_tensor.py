@@ -20,7 +20,7 @@ from dist_ckpt.core.format.geometry import (
     row_major_strides,
 )
 from dist_ckpt.core.shard_io.memory.torch_tensor import (
-    TensorSource,
+    TensorReader,
     TensorTarget,
     overlaps_itself,
     synchronize,
@@ -64,7 +64,7 @@ def test_of_a_conjugate_view_only_what_is_asked_for_is_resolved():
     tensor = torch.tensor([1 + 2j, 3 - 4j]).view(2, 1).expand(2, 1 << 40).conj()
     scratch = memoryview(bytearray(48))
     start = ((1 << 40) - 3) * 8
-    data = TensorSource(tensor).read(start, start + 48, scratch)
+    data = TensorReader(tensor).read(start, start + 48, scratch)
     assert torch.frombuffer(data, dtype=torch.complex64).tolist() == [1 - 2j] * 3 + [3 + 4j] * 3
 
 
@@ -72,17 +72,17 @@ def test_of_a_conjugate_view_only_what_is_asked_for_is_resolved():
 def test_every_dtype_is_read_and_placed_bit_for_bit(name):
     itemsize = DTYPES[name].itemsize
     tensor, data = filled(name, (4, 6))
-    assert read_all(TensorSource(tensor), 5 * itemsize) == data
+    assert read_all(TensorReader(tensor), 5 * itemsize) == data
     columns = tensor.t()
     by_column = b"".join(
         data[(row * 6 + column) * itemsize :][:itemsize] for column in range(6) for row in range(4)
     )
-    assert read_all(TensorSource(columns), 5 * itemsize) == by_column
+    assert read_all(TensorReader(columns), 5 * itemsize) == by_column
 
     target, _ = filled(name, (6, 4))
     whole = Region.whole((4, 6))
     place_all(TensorTarget(target.t(), whole), whole, (4, 6), data, itemsize)
-    assert read_all(TensorSource(target), 64) == by_column
+    assert read_all(TensorReader(target), 64) == by_column
 
 
 @given(st.data(), st.lists(st.integers(1, 4), min_size=1, max_size=3).map(tuple))
@@ -92,7 +92,7 @@ def test_parts_of_a_source_are_its_boxes_and_ranges(data, shape):
     start = data.draw(st.integers(0, tensor.numel()))
     stop = data.draw(st.integers(start, tensor.numel()))
     block_nbytes = 4 * data.draw(st.integers(1, 5))
-    source = TensorSource(tensor)
+    source = TensorReader(tensor)
     part = source.part(ElementRange(start, stop))
     assert part.nbytes == 4 * (stop - start)
     expected = tensor.reshape(-1)[start:stop].contiguous()
@@ -106,7 +106,7 @@ def test_parts_of_a_source_are_its_boxes_and_ranges(data, shape):
 
 def test_a_contiguous_tensor_is_read_in_place_and_outlives_its_owner():
     tensor = torch.arange(8, dtype=torch.int32)
-    view = TensorSource(tensor).read(4, 12, memoryview(bytearray(8)))
+    view = TensorReader(tensor).read(4, 12, memoryview(bytearray(8)))
     tensor[1] = 77
     assert bytes(view) == (77).to_bytes(4, "little") + (2).to_bytes(4, "little")
     address = tensor.data_ptr()
@@ -118,12 +118,12 @@ def test_a_contiguous_tensor_is_read_in_place_and_outlives_its_owner():
 
 
 def test_scalars_and_empty_tensors_are_sources_too():
-    assert read_all(TensorSource(torch.tensor(5, dtype=torch.int16)), 8) == b"\5\0"
+    assert read_all(TensorReader(torch.tensor(5, dtype=torch.int16)), 8) == b"\5\0"
     assert read_all(
-        TensorSource(torch.tensor(1 + 2j, dtype=torch.complex128)).part(Region((), ())), 16
+        TensorReader(torch.tensor(1 + 2j, dtype=torch.complex128)).part(Region((), ())), 16
     )
     for shape in ((0,), (3, 0), (0, 4)):
-        source = TensorSource(torch.empty(shape, dtype=torch.complex128))
+        source = TensorReader(torch.empty(shape, dtype=torch.complex128))
         assert (source.nbytes, bytes(source.read(0, 0, memoryview(b"")))) == (0, b"")
 
 
@@ -132,17 +132,17 @@ def test_conjugate_and_negative_views_are_read_as_their_value():
         tensor = torch.tensor([1 + 2j, 3 - 4j], dtype=dtype)
         value = torch.tensor([1 - 2j, 3 + 4j], dtype=dtype)
         assert tensor.conj().is_conj()
-        assert read_all(TensorSource(tensor.conj()), value.itemsize) == bytes_of(value)
+        assert read_all(TensorReader(tensor.conj()), value.itemsize) == bytes_of(value)
         assert tensor.conj().imag.is_neg()
-        assert read_all(TensorSource(tensor.conj().imag), 8) == bytes_of(value.imag.clone())
+        assert read_all(TensorReader(tensor.conj().imag), 8) == bytes_of(value.imag.clone())
 
 
 def test_reading_changes_nothing_about_a_parameter():
     parameter = torch.nn.Parameter(torch.ones(4, 4))
     (parameter.t() * 2).sum().backward()
     version = parameter._version
-    read_all(TensorSource(parameter.t()), 16)
-    read_all(TensorSource(parameter), 16)
+    read_all(TensorReader(parameter.t()), 16)
+    read_all(TensorReader(parameter), 16)
     assert (parameter._version, parameter.requires_grad) == (version, True)
 
 
@@ -257,15 +257,15 @@ def test_host_memory_needs_no_synchronizing():
 
 def test_a_source_tells_where_its_bytes_lie_if_they_are_row_major_on_the_host() -> None:
     tensor = torch.arange(12, dtype=torch.int32).view(3, 4)
-    assert TensorSource(tensor).address() == tensor.data_ptr()
-    assert TensorSource(tensor[1:]).address() == tensor.data_ptr() + 16
-    assert TensorSource(tensor).part(Region((2, 0), (1, 4))).address() == tensor.data_ptr() + 32
+    assert TensorReader(tensor).address() == tensor.data_ptr()
+    assert TensorReader(tensor[1:]).address() == tensor.data_ptr() + 16
+    assert TensorReader(tensor).part(Region((2, 0), (1, 4))).address() == tensor.data_ptr() + 32
     assert (
-        TensorSource(tensor.view(-1)).part(ElementRange(5, 9)).address() == tensor.data_ptr() + 20
+        TensorReader(tensor.view(-1)).part(ElementRange(5, 9)).address() == tensor.data_ptr() + 20
     )
-    assert TensorSource(tensor.t()).address() is None
-    assert TensorSource(tensor).part(Region((0, 1), (3, 2))).address() is None
-    assert TensorSource(torch.empty(2, device="meta")).address() is None
+    assert TensorReader(tensor.t()).address() is None
+    assert TensorReader(tensor).part(Region((0, 1), (3, 2))).address() is None
+    assert TensorReader(torch.empty(2, device="meta")).address() is None
 
 
 @pytest.mark.parametrize("nbytes", [10 << 20, 0, 12])
@@ -273,19 +273,19 @@ def test_what_is_out_of_order_is_sent_in_parts(
     nbytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     filled = []
-    fill = TensorSource._fill
+    fill = TensorReader._fill
 
     def counted(self: Any, element: int, memory: memoryview, **options: Any) -> None:
         filled.append(memory.nbytes)
         fill(self, element, memory, **options)
 
-    monkeypatch.setattr(TensorSource, "_fill", counted)
+    monkeypatch.setattr(TensorReader, "_fill", counted)
     rows = torch.arange(nbytes // 12 * 3, dtype=torch.int32).view(-1, 3)
     for tensor in (rows, rows.t(), rows.flip(0)[:, :2], rows.to(torch.complex128).conj()):
         memory, first = memoryview(bytearray(tensor.nbytes)), tensor.nbytes // 2 // 16 * 16
         filled.clear()
-        TensorSource(tensor).send(0, first, memory[:first])
-        TensorSource(tensor).send(first, tensor.nbytes, memory[first:])
-        assert memory == read_all(TensorSource(tensor), 1 << 16)
+        TensorReader(tensor).send(0, first, memory[:first])
+        TensorReader(tensor).send(first, tensor.nbytes, memory[first:])
+        assert memory == read_all(TensorReader(tensor), 1 << 16)
         assert max(filled, default=0) <= 4 << 20 or tensor is rows
         assert len(filled) <= 2 or tensor is not rows

@@ -62,7 +62,7 @@ def test_tensors_are_entries_and_everything_else_the_largest_values_without_tens
         Node("a", "dict", ("x", "y")),
         Node("a.x", "list", (0, 1)),
     )
-    source = local.source("a.x.0", 0)
+    source = local.reader("a.x.0", 0)
     assert bytes(source.read(0, 24, memoryview(bytearray(24)))) == tensor.numpy().tobytes()
 
 
@@ -121,7 +121,7 @@ def test_of_tensors_that_are_alike_each_is_stored_with_its_own_bytes() -> None:
     }
     local = taken(tensors)
     for name, tensor in tensors.items():
-        source = local.source(name, 0)
+        source = local.reader(name, 0)
         expected = torch.as_tensor(tensor).detach().clone().contiguous().resolve_neg()
         read = source.read(0, 16, memoryview(bytearray(16)))
         assert bytes(read) == expected.numpy().tobytes(), name
@@ -243,7 +243,7 @@ def test_numpy_arrays_are_tensors_of_kind_numpy() -> None:
     assert (entry.fqn, entry.dtype, entry.shape) == ("a", "int16", (3, 2))
     assert local.inventory.numpy == ("a",)
     assert local.values == {"s": np.float32(2)}
-    source = local.source("a", 0)
+    source = local.reader("a", 0)
     assert bytes(source.read(0, 12, memoryview(bytearray(12)))) == array.tobytes()
 
 

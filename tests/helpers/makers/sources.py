@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dist_ckpt.core.shard_io.memory.cell_memory import CellSource
+from dist_ckpt.core.shard_io.memory.cell_memory import CellReader
 
 
-def read_all(source: CellSource, block_nbytes: int) -> bytes:
+def read_all(source: CellReader, block_nbytes: int) -> bytes:
     """Return all bytes of a source, read a block at a time."""
     scratch = memoryview(bytearray(block_nbytes))
     return b"".join(

@@ -109,8 +109,8 @@ def rows(shape: Shape, *cuts: int, ranks: Iterable[int] | None = None) -> Layout
     return Layout(grid, holders)
 
 
-class BytesSource:
-    """The bytes of a cell, lent as they are or copied into the scratch (`CellSource`)."""
+class BytesReader:
+    """The bytes of a cell, lent as they are or copied into the scratch (`CellReader`)."""
 
     def __init__(self, saved: Saved, cell: Cell, *, copies: bool = False) -> None:
         self._copies = copies
@@ -219,7 +219,7 @@ def rank_files(
     plans = tuple(file_plans(catalog, rank, block_nbytes))
     sources = tuple(
         [
-            BytesSource(tensors[item.fqn], item.cell, copies=copies) for item in plan.items
+            BytesReader(tensors[item.fqn], item.cell, copies=copies) for item in plan.items
         ].__getitem__
         for plan in plans
     )

@@ -39,7 +39,7 @@ class InMemory:
                 if fqn in held:
                     assert len(held[fqn]) == len(parts)
                     for number, cell in enumerate(held[fqn]):
-                        source = local.source(fqn, number)
+                        source = local.reader(fqn, number)
                         data = source.read(0, source.nbytes, memoryview(bytearray(source.nbytes)))
                         self.bytes[fqn, cell] = bytes(data)
             for fqn, value in local.values.items():

@@ -1,6 +1,6 @@
-"""The protocols `CellSource` and `Target`: the memory on both ends of shard I/O.
+"""The protocols `CellReader` and `Target`: the memory on both ends of shard I/O.
 
-`torch_tensor.py` and `host_array.py` implement them. More sources: another checkpoint in
+`torch_tensor.py` and `host_array.py` implement them. More readers: another checkpoint in
 `shard_io/read/read_windows.py`, an arena in `async_save/writer/staged_save.py`.
 """
 
@@ -11,7 +11,7 @@ from typing import Protocol
 from dist_ckpt.core.format.geometry import Region, RegionPiece, Shape
 
 
-class CellSource(Protocol):
+class CellReader(Protocol):
     """The elements of one local cell, in row-major order. Thread-safe."""
 
     @property
@@ -21,7 +21,7 @@ class CellSource(Protocol):
     def address(self) -> int | None:
         """Return the address of the bytes if they are row-major in host memory, else None.
 
-        The address is valid while the source exists and the tensor is not resized.
+        The address is valid while the reader exists and the tensor is not resized.
         """
 
     def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:

@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 from dist_ckpt.core.runtime.host_memory import address_of
 from dist_ckpt.core.runtime.processes import running_time
 from dist_ckpt.core.runtime.threads import POLL_S, DaemonThreads, has_outcome
-from dist_ckpt.core.shard_io.memory.cell_memory import CellSource
-from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource
+from dist_ckpt.core.shard_io.memory.cell_memory import CellReader
+from dist_ckpt.core.shard_io.memory.torch_tensor import TensorReader
 from dist_ckpt.errors import CheckpointError
 
 _log = logging.getLogger("dist_ckpt")
@@ -79,14 +79,14 @@ class SideStreamCopies:
     _training: Mapping[torch.device, Stream]
     _own: Mapping[torch.device, Stream]
 
-    def can_copy(self, source: CellSource) -> bool:
-        """Return True if a source is on these devices. The host has to copy other sources."""
-        return isinstance(source, TensorSource) and source.device in self._own
+    def can_copy(self, reader: CellReader) -> bool:
+        """Return True if a reader is on these devices. The host has to copy other readers."""
+        return isinstance(reader, TensorReader) and reader.device in self._own
 
-    def send(self, source: CellSource, start: int, stop: int, memory: memoryview) -> None:
+    def send(self, reader: CellReader, start: int, stop: int, memory: memoryview) -> None:
         """Queue a copy of bytes `start` to `stop`. Both memories must exist until a later mark."""
-        assert isinstance(source, TensorSource)
-        source.send(start, stop, memory)
+        assert isinstance(reader, TensorReader)
+        reader.send(start, stop, memory)
 
     def mark(self) -> StreamMark:
         """Return the point at which all copies that are queued now are complete."""

@@ -1,4 +1,4 @@
-"""A local torch tensor as the source or the target of bytes. Thread-safe.
+"""A local torch tensor that bytes are read from or placed in. Thread-safe.
 
 Bits are copied: tensors are viewed as integers of the same size. Only `CastTarget` and
 `cast_elements` change values: they convert them into another dtype.
@@ -34,13 +34,13 @@ _MAX_SEND_NBYTES = 4 << 20
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
-class TensorSource:
-    """The bytes of a local tensor in row-major order (`CellSource`).
+class TensorReader:
+    """The bytes of a local tensor in row-major order (`CellReader`).
 
     A contiguous CPU tensor is read in place. Other tensors, and lazy conjugates, are copied.
     """
 
-    # A state may have very many sources: values that can be computed are not stored.
+    # A state may have very many readers: values that can be computed are not stored.
     __slots__ = ("_tensor", "_within")
 
     def __init__(self, tensor: torch.Tensor, within: ElementRange | None = None) -> None:
@@ -64,14 +64,14 @@ class TensorSource:
             return self._tensor.nbytes
         return self._within.numel * self._tensor.itemsize
 
-    def part(self, cell: Cell) -> TensorSource:
-        """Return the source of a part, in coordinates relative to this source."""
+    def part(self, cell: Cell) -> TensorReader:
+        """Return the reader of a part, in coordinates relative to this one."""
         if isinstance(cell, ElementRange):
             first = self._first
-            return TensorSource(self._tensor, ElementRange(first + cell.start, first + cell.stop))
+            return TensorReader(self._tensor, ElementRange(first + cell.start, first + cell.stop))
         whole = self._within is None or self._within.numel == self._tensor.numel()
         assert whole, "a box of a range of elements"
-        return TensorSource(self._tensor[slices_of(cell)])
+        return TensorReader(self._tensor[slices_of(cell)])
 
     def address(self) -> int | None:
         """Return the address of the bytes of a contiguous CPU tensor, else None."""
@@ -172,7 +172,7 @@ class TensorTarget:
 def synchronize(tensors: Iterable[torch.Tensor]) -> None:
     """Wait for all work on the accelerators that have these tensors.
 
-    Sources and targets use other streams than training. So call this before the first read or
+    Readers and targets use other streams than training. So call this before the first read or
     place, and after the last place.
     """
     devices = {tensor.device for tensor in tensors} - {torch.device("cpu"), torch.device("meta")}

@@ -1,4 +1,4 @@
-"""Read a stored checkpoint in windows, as the source of shards of another checkpoint."""
+"""Read a stored checkpoint in windows, for the shards of another checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dist_ckpt.core.format.shard_file import StoredShard
 from dist_ckpt.core.planning.plan import FilePlan, TensorRequest
 from dist_ckpt.core.runtime.host_memory import BufferPool
 from dist_ckpt.core.runtime.threads import stream_results
-from dist_ckpt.core.shard_io.memory.cell_memory import CellSource
+from dist_ckpt.core.shard_io.memory.cell_memory import CellReader
 
 # A function that reads the requested cells into memory, one after another.
 Fetch = Callable[[Sequence[TensorRequest], memoryview], None]
@@ -96,10 +96,10 @@ def read_windows(
         yield window, memory
 
 
-class WindowSources:
-    """Files as sources: a window is read when the first of its bytes is requested.
+class WindowReaders:
+    """Readers of files: a window is read when the first of its bytes is requested.
 
-    Read the sources in the order of the files. Only one window is in use at a time. `filled` yields
+    Use the readers in the order of the files. Only one window is in use at a time. `filled` yields
     the windows in this order, each with its memory.
     """
 
@@ -112,13 +112,13 @@ class WindowSources:
         self._files = files
 
     @property
-    def sources(self) -> tuple[Callable[[int], CellSource], ...]:
-        """The sources of the shards of each file.
+    def readers(self) -> tuple[Callable[[int], CellReader], ...]:
+        """The readers of the shards of each file.
 
         This object has no reference to them: a reference cycle would keep the last window alive.
         """
         return tuple(
-            lambda number, items=file.items: _ItemSource(self, items[number])
+            lambda number, items=file.items: _ItemReader(self, items[number])
             for file in self._files
         )
 
@@ -130,7 +130,7 @@ class WindowSources:
                 return view[start - first : stop - first]
             self._views = {}
             filled = next(self._filled, None)
-            assert filled is not None, "sources are read in the order of the files"
+            assert filled is not None, "readers are used in the order of the files"
             window, memory = filled
             self._views = {
                 key: (first, memory[span.start : span.stop])
@@ -167,8 +167,8 @@ def _cut_files(
 
 
 @dataclass(frozen=True, slots=True)
-class _ItemSource:
-    windows: WindowSources
+class _ItemReader:
+    windows: WindowReaders
     item: StoredShard
 
     @property

@@ -130,7 +130,7 @@ def _select_files(files: RankFiles, numbers: Sequence[int]) -> RankFiles:
     return replace(
         files,
         plans=tuple(files.plans[n] for n in numbers),
-        sources=tuple(files.sources[n] for n in numbers),
+        readers=tuple(files.readers[n] for n in numbers),
         objects={},
     )
 

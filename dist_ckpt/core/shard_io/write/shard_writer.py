@@ -19,7 +19,7 @@ from dist_ckpt.core.format import checksums
 from dist_ckpt.core.planning.plan import Batch, BatchPart, FilePlan, FileReceipt
 from dist_ckpt.core.runtime.host_memory import BufferPool, address_of, copy, move
 from dist_ckpt.core.runtime.threads import WORK_STALL_S, parallel_for, stream_results
-from dist_ckpt.core.shard_io.memory.cell_memory import CellSource
+from dist_ckpt.core.shard_io.memory.cell_memory import CellReader
 from dist_ckpt.core.storage import WritableFile
 from dist_ckpt.errors import ConflictError, StorageError
 from dist_ckpt.settings import stall_timeout_s
@@ -31,7 +31,7 @@ NUM_WAITING = 2
 MAX_PREPARING = 3
 
 # Returns the memory of an item, given its number in the file's plan.
-SourceOf = Callable[[int], CellSource]
+ReaderOf = Callable[[int], CellReader]
 
 
 class WritableStorage(Protocol):
@@ -71,7 +71,7 @@ class _NoFile:
 
 @dataclass(frozen=True, slots=True)
 class RankFiles:
-    """The files that one rank writes. For each plan, `sources` has the memory of its items.
+    """The files that one rank writes. For each plan, `readers` has the memory of its items.
 
     `objects` has encoded objects files by name. `headers` has memory by file name: the header of
     such a file is copied there too.
@@ -79,7 +79,7 @@ class RankFiles:
 
     step: int | None
     plans: tuple[FilePlan, ...]
-    sources: tuple[SourceOf, ...]
+    readers: tuple[ReaderOf, ...]
     objects: Mapping[str, bytes]
     headers: Mapping[str, memoryview] = field(default_factory=dict)
 
@@ -124,10 +124,10 @@ def _write_shard_files(
     with ExitStack() as stack:
         # Create all files, and reserve their space, before the first byte is written.
         file_writes = []
-        for plan, source_of in zip(files.plans, files.sources, strict=True):
+        for plan, reader_of in zip(files.plans, files.readers, strict=True):
             path = f"{folder}/{plan.name}"
             file = create_file(storage, path, plan.nbytes, stack)
-            file_writes.append(_FileWrite(path, plan, file, source_of, files))
+            file_writes.append(_FileWrite(path, plan, file, reader_of, files))
         slots = slots.fitting(max((write.slot_nbytes for write in file_writes), default=0))
         work = ((write, batch) for write in file_writes for batch in write.plan.batches)
         # The sync of one file may wait for the data of all files.
@@ -158,12 +158,12 @@ class _FileWrite:
     """One shard file in progress; threads write different batches of it."""
 
     def __init__(
-        self, path: str, plan: FilePlan, file: WritableFile, source_of: SourceOf, files: RankFiles
+        self, path: str, plan: FilePlan, file: WritableFile, reader_of: ReaderOf, files: RankFiles
     ) -> None:
         self.path = path
         self.plan = plan
         self._file = file
-        self._source_of = source_of
+        self._reader_of = reader_of
         self._step = files.step
         self._header = files.headers.get(plan.name)
         self._lock = Lock()
@@ -221,18 +221,18 @@ class _FileWrite:
         first = address_of(room)
         filled = 0
         for item, nbytes, start, stop in parts:
-            source = self._source_of(item)
-            if source.nbytes != nbytes:
+            reader = self._reader_of(item)
+            if reader.nbytes != nbytes:
                 raise ValueError(
                     f"{self.plan.items[item].fqn}: {nbytes} bytes when the save began, and "
-                    f"{source.nbytes} now: change no tensor while it is saved"
+                    f"{reader.nbytes} now: change no tensor while it is saved"
                 )
             size = stop - start
             # A single large block is written from its own memory if that is aligned.
-            if len(parts) > 1 and (address := source.address()) is not None:
+            if len(parts) > 1 and (address := reader.address()) is not None:
                 move(first + filled, address + start, size)
             else:
-                data = source.read(start, stop, room[filled : filled + size])
+                data = reader.read(start, stop, room[filled : filled + size])
                 if data.obj is not slot.obj:
                     if len(parts) == 1 and _is_aligned(data, offset, alignment):
                         return data

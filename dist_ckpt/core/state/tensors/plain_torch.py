@@ -15,7 +15,7 @@ from dist_ckpt.core.format.objects.plain_types import (
     Placeholder,
     Size,
 )
-from dist_ckpt.core.shard_io.memory.torch_tensor import TensorSource
+from dist_ckpt.core.shard_io.memory.torch_tensor import TensorReader
 from dist_ckpt.core.state.tensors.local_tensors import (
     as_numpy,
     dtype_name,
@@ -87,8 +87,8 @@ def _placeholder(tensor: torch.Tensor, fqn: str, kind: Literal["tensor", "numpy"
     local = to_plain_tensor(tensor, fqn)
     if local.is_meta:
         raise ValueError(f"{fqn}: a meta tensor has no data to save: materialize it first")
-    source = TensorSource(local)
-    data = source.read(0, source.nbytes, memoryview(bytearray(source.nbytes)))
+    reader = TensorReader(local)
+    data = reader.read(0, reader.nbytes, memoryview(bytearray(reader.nbytes)))
     return ArrayValue(dtype_name(local.dtype, fqn), tuple(local.shape), bytes(data), kind)
 
 

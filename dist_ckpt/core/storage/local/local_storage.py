@@ -129,19 +129,19 @@ class LocalStorage:
         """Link a regular file within real folders, never through a link."""
         passed = (FileExistsError, FileNotFoundError)
         with _translate_errors(new, *passed, needs=old), ExitStack() as stack:
-            (source, name), (target, new_name) = os.path.split(old), os.path.split(new)
-            source_fd = stack.enter_context(_real_folder(source))
-            target_fd = stack.enter_context(_real_folder(target))
-            if not stat.S_ISREG(os.lstat(name, dir_fd=source_fd).st_mode):
+            (old_folder, name), (new_folder, new_name) = os.path.split(old), os.path.split(new)
+            old_fd = stack.enter_context(_real_folder(old_folder))
+            new_fd = stack.enter_context(_real_folder(new_folder))
+            if not stat.S_ISREG(os.lstat(name, dir_fd=old_fd).st_mode):
                 raise OSError(errno.EINVAL, f"{old} is not a regular file")
-            existed = not _is_gone(new_name, target_fd)
-            dir_fds = {"src_dir_fd": source_fd, "dst_dir_fd": target_fd}
+            existed = not _is_gone(new_name, new_fd)
+            dir_fds = {"src_dir_fd": old_fd, "dst_dir_fd": new_fd}
             try:
                 os.link(name, new_name, **dir_fds, follow_symlinks=False)
             except FileExistsError:
                 # NFS repeats a request, and finds the result of its first, unanswered one.
-                status = os.lstat(new_name, dir_fd=target_fd)
-                if existed or not os.path.samestat(os.lstat(name, dir_fd=source_fd), status):
+                status = os.lstat(new_name, dir_fd=new_fd)
+                if existed or not os.path.samestat(os.lstat(name, dir_fd=old_fd), status):
                     raise
 
     def remove(self, path: str) -> None:
