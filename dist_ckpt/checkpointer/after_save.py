@@ -1,4 +1,4 @@
-"""Rank 0's work after a save: metrics, hooks and pruning.
+"""Rank 0's work after a save: metrics, hooks of the user, and pruning.
 
 A separate thread does this work, so the training never waits for it. Errors are logged.
 """

@@ -43,7 +43,8 @@ _log = logging.getLogger("dist_ckpt")
 class RankRequests:
     """The requests of one rank, which the thread of the rounds calls. Calls do not wait.
 
-    Any rank has signals. Rank 0 also has its clock, failed saves, and other processes.
+    Every rank has requests by signals. Rank 0 also has those of its clock, of failed saves, and of
+    other processes.
     """
 
     rank: int

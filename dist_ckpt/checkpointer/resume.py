@@ -350,7 +350,7 @@ class Resume:
         return recording.result(int)
 
     def _check_savable(self, state: MutableState) -> None:
-        """Raise TypeError or ValueError for a state that no save of this run can take.
+        """Raise TypeError or ValueError for a state that cannot be saved.
 
         Lazy modules, and objects that are not ready yet, are read after the first step.
         """

@@ -312,7 +312,7 @@ class RunSession:
             self.rounds.leave()
 
     def check_state(self, step: int, make_state: MakeState) -> None:
-        """Look once, after the first step, if a save can take the state. All ranks raise its error.
+        """Check once, after the first step, that the state can be saved. All ranks raise its error.
 
         Only now the optimizers have state. A rank that cannot save proposes to raise.
         """

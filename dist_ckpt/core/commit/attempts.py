@@ -84,7 +84,7 @@ def find_checkpoint(storage: Storage, path: str) -> tuple[Attempt, Index]:
             document = read_index(storage, path, attempt)
             if isinstance(document, Index):
                 return attempt, document
-        # Meanwhile a save may have committed an attempt that was open above, and removed an older
+        # Meanwhile a save may have committed a higher attempt that was open, and removed an older
         # one. Then the list has changed: look again.
         if attempts == seen:
             raise not_found_error(storage, path)

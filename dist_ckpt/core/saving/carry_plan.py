@@ -80,7 +80,7 @@ def select_carried_names(
     """
     in_state = frozenset(live.names)
     remaining = frozenset(names) - in_state
-    # In one checkpoint no name is inside another, as `lr.max` would be inside `lr`.
+    # In one checkpoint no name is inside another: it never has both `lr` and `lr.max`.
     new = in_state - frozenset(source.names)
     above_new = {above for fqn in new for above in names_above(fqn)} | {node.fqn for node in tree}
     below_new = {fqn for fqn in remaining if not new.isdisjoint(names_above(fqn))}

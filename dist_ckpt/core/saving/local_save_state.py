@@ -64,7 +64,7 @@ class StateReader:
 class RankPlan:
     """The part of one rank in a plan: its files, its replica groups, and its numbered cells.
 
-    `origins` has, for each file, the cell of the state for each item.
+    `origins` has a tuple for each file: the local cell of each of its items.
     """
 
     plan: SavePlan

@@ -35,7 +35,7 @@ def to_bytes(state: State) -> bytes:
 
     Not collective: each rank gets separate bytes. In them a `PerRank` without a key belongs to rank
     0. Raises ValueError, with their names, for tensors that are sharded over several ranks. Raises
-    ValueError or TypeError for a state that cannot be saved. Memory has the bytes only once.
+    ValueError or TypeError for a state that cannot be saved. The bytes are in memory only once.
     """
     group = job_ranks_own_first()
     with paused_collector():

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.saving import local_save_state, save
+from dist_ckpt.core.saving import local_save_state, save_options
 from dist_ckpt.core.saving.local_save_state import digest_sample, digest_whole
 from dist_ckpt.core.saving.save import save_together
 from dist_ckpt.core.saving.save_options import SaveOptions
@@ -135,7 +135,7 @@ def test_all_is_compared_in_each_save_where_that_is_asked_for():
 
 
 def test_the_first_save_compares_no_more_than_its_limit_in_full(monkeypatch):
-    monkeypatch.setattr(save, "FIRST_NBYTES", MIB)
+    monkeypatch.setattr(save_options, "FIRST_NBYTES", MIB)
     (num_sampled,) = saves([True])
     assert num_sampled > 0
 

@@ -97,7 +97,7 @@ def note_check(
 
 
 def iterate_siblings(storage: Storage, path: str) -> Iterator[tuple[str, Attempt, Index]]:
-    """Yield the other checkpoints in the folder of a checkpoint, without those not readable."""
+    """Yield the readable checkpoints that are in the same folder as a checkpoint."""
     root = path.rpartition("/")[0] or "/"
     for entry in storage.list(root):
         other = f"{root.rstrip('/')}/{entry.name}"
@@ -129,7 +129,7 @@ def find_newest_good(storage: Storage, path: str) -> str | None:
 
 
 def name_newest_good(error: CorruptError, storage: Storage, path: str) -> None:
-    """Add the newest good checkpoint of its run to the text of an error about the one at `path`."""
+    """Name the newest good checkpoint of the run in an error about the one at `path`."""
     if (newest := find_newest_good(storage, path)) is not None:
         error.args = (f"{error}. The newest good checkpoint is {newest}",)
 

@@ -129,7 +129,7 @@ class HostTransfer:
                 self._to_copy[rank].remove(key)
 
     def receive(self, timeout_s: float) -> None:
-        """Process messages of other ranks. With no range to copy, wait for a message or a wake."""
+        """Process messages of other ranks. With no range to copy, wait for one, or to be woken."""
         for rank, message in self._links.receive(0 if self._ready else timeout_s):
             if message is None:
                 self._gone.add(rank)
