@@ -274,7 +274,8 @@ class Resume:
                 self._load(state, point)
             except CorruptError as error:
                 drop_cached(f"{point.path}/{point.attempt}")
-                _log.warning("%s seems damaged, and is read again: %s", point.path, error)
+                if self.session.channel.rank == COORDINATOR:
+                    _log.warning("%s seems damaged, and is read again: %s", point.path, error)
                 try:
                     self._load(state, point)
                 except CorruptError as again:

@@ -118,7 +118,7 @@ class RunSaves:
                     self._count_failure(step, error)
                     return
                 if self.session.channel.rank == COORDINATOR:
-                    _log.warning("step %d: %s. It is saved again", step, error)
+                    _log.warning("step %d: %s. It is saved again", step, str(error).rstrip("."))
 
     def _count_failure(self, step: int, error: Exception) -> None:
         """Report a failed save. Raise its error if there are too many, or `on_failure` says so."""

@@ -141,9 +141,12 @@ def test_a_quick_check_does_not_call_whole_what_a_full_one_has_found(run, saved,
     report = ("report", saved.parent, "-o", tmp_path / "page.html", "--overwrite")
     assert "2 checkpoints, 0 damaged by a quick check\n" in run(*report)[1]
     run("verify", saved)
-    code, out, _ = run(*report, "--verify", "none")
-    assert (code, "2 checkpoints, 1 damaged\n" in out) == (1, True)
-    assert "model.w rows" in (tmp_path / "page.html").read_text()
+    for path, told in ((saved.parent, "2 checkpoints, 1 damaged"), (saved, "1 problem")):
+        for check in ("none", "quick"):
+            page = tmp_path / f"{path.name}-{check}.html"
+            code, out, _ = run("report", path, "-o", page, "--verify", check)
+            assert (code, f"{told}\n" in out) == (1, True)
+            assert "model.w rows" in page.read_text()
     file.write_bytes(data)
     assert "2 checkpoints, 1 damaged\n" in run(*report)[1]
     assert "2 checkpoints, 0 damaged\n" in run(*report, "--verify", "full")[1]

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 import dist_ckpt as dc
-from commands import open_attempt
+from commands import damage, open_attempt
 
 
 def test_show_tells_what_a_checkpoint_is(run, checkpoint):
@@ -43,6 +43,16 @@ def test_show_of_an_uncommitted_checkpoint_exits_with_not_found(run, tmp_path):
 def test_show_names_the_values_for_who_chooses_by_globs(run, tmp_path):
     dc.save({"w": torch.ones(1), "epoch": 3, "scheduler": {"n": [1]}}, tmp_path / "ck")
     assert "values      2: epoch, scheduler\n" in run("show", tmp_path / "ck")[1]
+
+
+def test_show_names_the_damage_that_a_check_has_found(run, checkpoint):
+    other = checkpoint.parent / "step-00000008"
+    dc.save({"x": 1}, other, step=8)
+    damage(checkpoint)
+    assert "damaged " not in run("show", checkpoint)[1]
+    run("verify", checkpoint)
+    assert "\ndamaged     model.w rows" in run("show", checkpoint)[1]
+    assert "damaged " not in run("show", other)[1]
 
 
 def test_several_are_shown_one_after_the_other(run, root):

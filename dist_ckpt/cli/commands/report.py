@@ -102,7 +102,8 @@ def _summary(report: RunReport | DamagedReport) -> str:
     if check.result == "not checked":
         return f"one checkpoint, not checked{f': {check.why}' * check.has_failed}"
     problems = format_count(check.num_problems, "problem")
-    return f"one checkpoint, {problems} by the {check.level} check"
+    by_check = "" if check.num_problems else f" by the {check.level} check"
+    return f"one checkpoint, {problems}{by_check}"
 
 
 def _code(report: RunReport | DamagedReport) -> int:

@@ -10,8 +10,10 @@ from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import ShowAllResult, ShowResult, convert, extend
 from dist_ckpt.core.checkpoint import checkpoint
 from dist_ckpt.core.commit.records.incarnations import utc
+from dist_ckpt.core.commit.records.recorded_checks import find_recorded_damage
 from dist_ckpt.core.format.index.model_description import KIND, iterate_leaves
 from dist_ckpt.core.format.index.model_description import as_json as plain_json
+from dist_ckpt.core.storage import open_storage
 from dist_ckpt.default_opener import OPENER
 from dist_ckpt.message_text import format_count, format_size, listed
 from dist_ckpt.tools.inspect.describe import CheckpointSummary, summarize
@@ -37,7 +39,7 @@ def show(paths: tuple[str, ...], *, as_json: bool) -> None:
                 documents.append(extend(summary, ShowResult, mesh=mesh, config=config))
             else:
                 click.echo("\n" * (number > 0), nl=False)
-                _print_summary(summary, list(ck.index.catalog.values))
+                _print_summary(summary, list(ck.index.catalog.values), _damage(summary))
     if as_json and len(paths) == 1:
         output.print_json(documents[0])
     elif as_json:
@@ -49,13 +51,20 @@ def _config_problem(summary: CheckpointSummary) -> str | None:
     return None if problem is None else f"cannot be read: {problem}"
 
 
-def _print_summary(summary: CheckpointSummary, values: list[str]) -> None:
+def _damage(summary: CheckpointSummary) -> str:
+    """Return the damage that is recorded in the run; "" if there is none."""
+    storage, path = open_storage(summary.path)
+    return find_recorded_damage(storage, f"{path}/{summary.attempt}", summary.step)
+
+
+def _print_summary(summary: CheckpointSummary, values: list[str], damage: str) -> None:
     saved = utc(summary.saved_at)
     mesh = " x ".join(f"{axis or 'axis'}={num}" for axis, num in summary.mesh)
     ranks = format_count(summary.world_size, "rank")
     by = ", ".join(f"{name} {version}" for name, version in summary.saved_by.items())
     lines = [
         ("checkpoint", summary.path),
+        *([("damaged", damage)] if damage else []),
         ("step", output.cell(summary.step)),
         *([] if summary.kind is None else [("kind", summary.kind)]),
         # Files of other systems have no time of commit.

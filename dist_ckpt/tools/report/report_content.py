@@ -51,23 +51,29 @@ CHECKS: tuple[Check, ...] = ("none", "quick", "full")
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """The result of a check. Without a report, `why` is the reason: not requested, or failed."""
+    """The result of a check. Without a report, `why` is the reason: not requested, or failed.
+
+    `recorded` is the damage that an earlier check has found, unless a full check withdraws it.
+    """
 
     report: VerifyReport | None = None
     why: str = ""
     has_failed: bool = False
+    recorded: str | None = None
 
     @property
     def result(self) -> str:
         """The result: "ok", "damaged" or "not checked"."""
-        if self.report is None:
-            return "not checked"
-        return "ok" if self.report.ok else "damaged"
+        if self.problems:
+            return "damaged"
+        return "not checked" if self.report is None else "ok"
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """The problems that the check found."""
-        return () if self.report is None else self.report.problems
+        """The problems that the check found, or the recorded one."""
+        if self.report is not None and (self.report.problems or self.report.level == "full"):
+            return self.report.problems
+        return (Problem("", None, None, None, self.recorded),) if self.recorded else ()
 
     def to_json(self) -> dict[str, Json]:
         """Return the result as JSON, with the first problems."""
@@ -84,15 +90,19 @@ class CheckResult:
         }
 
 
-def check_damage(path: str, check: Check, progress: Progress | None) -> CheckResult:
+def check_damage(
+    path: str, info: RunCheckpoint | None, check: Check, progress: Progress | None
+) -> CheckResult:
     """Check a checkpoint for damage, unless `check` is "none"."""
+    recorded = None if info is None else info.damage
     if check == "none":
-        return CheckResult(why="no check was requested")
+        return CheckResult(why="no check was requested", recorded=recorded)
     level: Level = check
     try:
-        return CheckResult(verify(path, level=level, progress=progress, opener=OPENER))
+        report = verify(path, level=level, progress=progress, opener=OPENER)
+        return CheckResult(report, recorded=recorded)
     except CheckpointError as error:
-        return CheckResult(why=str(error), has_failed=True)
+        return CheckResult(why=str(error), has_failed=True, recorded=recorded)
 
 
 def _problem_row(problem: Problem) -> Json:
@@ -129,7 +139,7 @@ def checkpoint_facts(
     facts["notes"] = [clip(text) for text in notes]
     verification = CheckResult(why="files of another system have no checksums")
     if has_digests:
-        verification = check_damage(path, check, progress)
+        verification = check_damage(path, info, check, progress)
     return {**facts, "verification": verification.to_json()}
 
 
@@ -224,10 +234,8 @@ def _checkpoint_row(
     elif info.link and info.state == "damaged":
         verification = CheckResult(why=info.problem or "")
     else:
-        verification = check_damage(info.path, check, progress_of(info.name))
+        verification = check_damage(info.path, info, check, progress_of(info.name))
     problems = [problem.what for problem in verification.problems]
-    if info.damage is not None and not (verification.result == "ok" and check == "full"):
-        problems = problems or [info.damage]  # an earlier check has found more than this one
     # Damage of the index is detected without a check.
     is_damaged = info.state == "damaged" or bool(problems)
     return {

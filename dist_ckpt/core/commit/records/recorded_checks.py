@@ -88,7 +88,7 @@ def note_check(
     try:
         if not (can_keep_records(storage, root) or (damage and _has_more(storage, root))):
             return
-        if damage and level != _FULL and _is_damaged(storage, root, key):
+        if damage and level != _FULL and _read_damage(storage, root, key):
             return
         put_check(storage, root, key, level, damage)
     except (CheckpointError, OSError) as error:
@@ -146,17 +146,22 @@ def naming_newest_good(storage: Storage, path: str) -> Iterator[None]:
 
 def is_known_damaged(storage: Storage, folder: str, step: int | None) -> bool:
     """Return True if the attempt in a folder is recorded as damaged. False after an error."""
+    return find_recorded_damage(storage, folder, step) != ""
+
+
+def find_recorded_damage(storage: Storage, folder: str, step: int | None) -> str:
+    """Return the recorded damage of the attempt in a folder; "" if there is none, or an error."""
     path, _, name = folder.rpartition("/")
     attempt = parse_attempt(name)
     with suppress(CheckpointError, OSError):
         if step is not None and attempt is not None:
-            return _is_damaged(storage, path.rpartition("/")[0] or "/", (step, attempt))
-    return False
+            return _read_damage(storage, path.rpartition("/")[0] or "/", (step, attempt))
+    return ""
 
 
-def _is_damaged(storage: Storage, root: str, key: CheckpointKey) -> bool:
+def _read_damage(storage: Storage, root: str, key: CheckpointKey) -> str:
     result = newest_checks(read_annotations_of(storage, root, *key)).get(key)
-    return result is not None and result.damage != ""
+    return "" if result is None else result.damage
 
 
 def _has_more(storage: Storage, root: str) -> bool:
