@@ -774,6 +774,28 @@ def test_replicas_that_differ_are_a_failed_save_and_do_not_end_the_run(
     assert steps_at(root) == [1, 3]
 
 
+def fail_after_step_1(rank: int, root: str) -> tuple[int, str, str]:
+    if rank == 0:
+        for step in range(2, 9):
+            Path(root, f"step-{step:08}").write_text("a file where a folder should be")
+    state, done = state_of_rank(), 0
+    options = {"background": False, "max_failures": 1}
+    try:
+        with checkpointer(root, save=dc.every(steps=1), **options) as ck:
+            for done in ck.steps(state, until=8):
+                train(state, done)
+    except dc.CheckpointError as error:
+        return done, type(error).__name__, str(error)
+    return done, "", ""
+
+
+def test_failed_saves_are_counted_alike_on_all_ranks(root: Path) -> None:
+    root.mkdir(exist_ok=True)
+    found = run_ranks(fail_after_step_1, str(root), world_size=2, environ=CALM)
+    assert [(step, kind) for step, kind, _ in found] == [(3, "ExistsError")] * 2, found
+    assert all("step-00000003 is a file" in text for _, _, text in found), found
+
+
 def fail_in_between(rank: int, root: str) -> list[str]:
     """Have a save fail after the next one was staged, and end the run."""
     told, state = Told(), state_of_rank()
