@@ -33,6 +33,10 @@ def test_every_dtype_of_torch_can_be_stored_or_is_quantised():
     for dtype in dtypes:
         if "q" in str(dtype):
             continue
+        if str(dtype) == "torch.bcomplex32":  # experimental in torch 2.14, and not in the format
+            with pytest.raises(TypeError, match="w: dtype bcomplex32 cannot be stored"):
+                dtype_name(dtype, "w")
+            continue
         assert torch_dtype(dtype_name(dtype, "w")) == dtype
 
 
