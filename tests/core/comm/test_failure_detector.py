@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import os
+import sys
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -7,12 +11,14 @@ import pytest
 from dist_ckpt.core.comm.exchange import failure_detector
 from dist_ckpt.core.comm.exchange.failure_detector import FailureDetector, ProcessWitness
 from dist_ckpt.core.comm.key_value import client_thread
+from dist_ckpt.core.comm.key_value.client_thread import StoreClientThread
 from dist_ckpt.core.comm.rank_messages import HeartbeatSender
-from dist_ckpt.core.runtime.processes import ProcessId
+from dist_ckpt.core.runtime.processes import ProcessId, find_process, find_state
 from dist_ckpt.settings import Settings
 from dist_ckpt.testing.thread_channel import ThreadStore
 
 SILENCE_S, LATE_S = 20, 300
+HANG_S = 60
 
 
 class Clock:
@@ -175,15 +181,19 @@ def test_a_process_that_ends_or_hangs_in_the_kernel_is_dead_after_the_silence(
     assert losses == [None] * 4 + [f"is dead or frozen: no heartbeat for 20 s{fact}"]
 
 
-def test_a_process_that_dies_late_is_dead_at_once(clock, states):
+@pytest.mark.parametrize(
+    ("state", "fact"),
+    [("ended", "has ended"), ("ending", "process ends"), ("cut off", "lives, but is cut off")],
+)
+def test_a_process_that_dies_late_is_dead_at_once(state, fact, clock, states):
     line, heart = Line(), HeartbeatSender("a", HERE, inside=True)
     watch = watch_of(line, witness_at(HERE))
     line.send(heart)
     assert loss_of(watch) is None
     states[1, 10, 0] = "running"
     assert [pass_time(clock, watch, line, None) for _ in range(10)] == [None] * 10
-    states[1, 10, 0] = "ended"
-    assert "and its process has ended" in str(pass_time(clock, watch, line, None))
+    states[1, 10, 0] = state
+    assert fact in str(pass_time(clock, watch, line, None))
 
 
 def test_without_a_witness_silence_is_death(clock, states):
@@ -223,3 +233,41 @@ def test_ranks_that_ask_for_several_processes_of_a_machine_all_get_an_answer(clo
         other(line.store)
         clock.now += 4
     assert all(watch.find_lateness(rank) for watch, rank in zip(watches, (1, 2), strict=True))
+
+
+# --- what a rank shows of itself ------------------------------------------------------------------
+
+
+class HeldStore(ThreadStore):
+    """A store that takes a value when it `may`, or refuses all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may, self.is_lost = threading.Event(), False
+
+    def set(self, key: str, value: bytes, /) -> None:
+        assert self.may.wait(HANG_S)
+        if self.is_lost:
+            raise ConnectionError("Broken pipe")
+        super().set(key, value)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+def test_a_rank_shows_that_its_store_does_not_answer_and_that_it_is_lost() -> None:
+    store, heart, own = HeldStore(), HeartbeatSender("a", key="1"), find_process(os.getpid())
+    assert own is not None
+    client = StoreClientThread(store, heart, period_s=0.001, stall_timeout_s=0.2)
+
+    def await_state(expected: str) -> None:
+        until = time.monotonic() + HANG_S
+        while not heart.thread or find_state(own.pid, own.started, heart.thread) != expected:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+
+    client.send_heartbeat()
+    await_state("cut off")
+    store.may.set()
+    await_state("running")
+    store.is_lost = True
+    await_state("cut off")
+    client.close()
