@@ -212,6 +212,29 @@ def test_without_a_witness_silence_is_death(clock, states):
     assert pass_time(clock, watch, line, None) == "is dead or frozen: no heartbeat for 20 s"
 
 
+def test_a_host_that_is_lost_after_its_ranks_were_late_is_dead_after_the_silence(clock, states):
+    line, heart = Line(), HeartbeatSender("a", THERE, inside=True)
+    watch, other = watch_of(line, witness_at(HERE)), witness_at(THERE)
+    line.send(heart)
+    assert loss_of(watch) is None
+    states[2, 20, 0] = "running"
+    assert [pass_time(clock, watch, line, other) for _ in range(10)] == [None] * 10
+    losses = [pass_time(clock, watch, line, None) for _ in range(6)]
+    assert losses[0] is None
+    assert losses[-1] == "is dead or frozen: no heartbeat for 20 s"
+
+
+@pytest.mark.parametrize("process", [HERE, THERE])
+def test_a_process_that_is_stopped_is_late_and_not_dead(process, clock, states):
+    line, heart = Line(), HeartbeatSender("a", process, inside=True)
+    watch, other = watch_of(line, witness_at(HERE)), witness_at(process)
+    line.send(heart)
+    assert loss_of(watch) is None
+    states[process.pid, process.started, 0] = "stopped"
+    assert [pass_time(clock, watch, line, other) for _ in range(10)] == [None] * 10
+    assert watch.find_lateness(1) == "is stopped, and has not run Python for 40 s"
+
+
 def test_a_witness_ignores_what_is_no_question(states):
     line, witness = Line(), witness_at(THERE)
     witness(line.store)
