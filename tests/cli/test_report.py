@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -147,6 +148,7 @@ def test_a_quick_check_does_not_call_whole_what_a_full_one_has_found(run, saved,
             code, out, _ = run("report", path, "-o", page, "--verify", check)
             assert (code, f"{told}\n" in out) == (1, True)
             assert "model.w rows" in page.read_text()
+            assert re.search("newest good (one|checkpoint).*s2<", page.read_text())
     file.write_bytes(data)
     assert "2 checkpoints, 1 damaged\n" in run(*report)[1]
     assert "2 checkpoints, 0 damaged\n" in run(*report, "--verify", "full")[1]

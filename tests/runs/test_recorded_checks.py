@@ -376,6 +376,28 @@ def test_a_file_that_several_steps_link_counts_for_each(root: Path) -> None:
     assert found == {"linked", "s4"}
 
 
+def test_an_error_at_one_step_does_not_hide_the_damage_of_the_next(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b", "c"):
+        dc.copy(root / "s4", root / name, link=True)
+    spoil(root, 4)
+    list_folder = LocalStorage.list
+    calls = {"a": StorageError("no answer"), "b": FileNotFoundError("removed")}
+
+    def fail(self: LocalStorage, path: str, **options: Any) -> Any:
+        name, _, attempt = path.removeprefix(f"{root}/").partition("/")
+        if name in calls and (attempt or name == "a"):
+            raise calls[name]
+        return list_folder(self, path, **options)
+
+    monkeypatch.setattr(LocalStorage, "list", fail)
+    dc.verify(root / "s4")
+    monkeypatch.undo()
+    found = {info.name for info in dc.checkpoints(root) if info.damage is not None}
+    assert found == {"c", "s4"}
+
+
 def test_a_folder_with_one_checkpoint_and_without_records_gets_none(tmp_path: Path) -> None:
     for step, name in ((1, "alone/s1"), (1, "run/s1"), (2, "run/s2")):
         dc.save(fresh(), tmp_path / name, step=step)

@@ -37,13 +37,7 @@ from dist_ckpt.core.shard_io.read.block_reads import BlockRead
 from dist_ckpt.core.shard_io.read.open_files import OpenFile
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.local.direct_io import drop_cached
-from dist_ckpt.errors import (
-    CheckpointError,
-    CorruptError,
-    IncompatibleError,
-    NotFoundError,
-    StorageError,
-)
+from dist_ckpt.errors import CheckpointError, CorruptError, StorageError
 from dist_ckpt.reports import Progress
 from dist_ckpt.settings import Settings
 
@@ -248,7 +242,7 @@ def _record_linked(
             if (record.nbytes, record.digest) in digests
         )
         if same:
-            with suppress(CorruptError, IncompatibleError, NotFoundError):
+            with suppress(CheckpointError, OSError):  # it may have been removed just now
                 _check_files(storage, other, attempt, there, same, check)
 
 

@@ -14,6 +14,7 @@ from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 from dist_ckpt.core.checkpoint.verify_checkpoint import Level, Problem, VerifyReport, verify
 from dist_ckpt.core.commit.records.incarnations import read_history
 from dist_ckpt.core.commit.records.protections import CheckpointKey
+from dist_ckpt.core.commit.records.recorded_checks import find_newest_good
 from dist_ckpt.core.format.index.model_description import CONFIG, KIND, as_json, iterate_leaves
 from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.core.storage import open_storage
@@ -136,10 +137,12 @@ def checkpoint_facts(
     metrics = [] if info is None else sorted(info.metrics.items())
     notes = [] if info is None else [*info.protected_by, *["orphaned"] * info.is_orphaned]
     facts["metrics"] = [[clip(name), as_json(value)] for name, value in metrics]
-    facts["notes"] = [clip(text) for text in notes]
     verification = CheckResult(why="files of another system have no checksums")
     if has_digests:
         verification = check_damage(path, info, check, progress)
+    if verification.problems and (newest := find_newest_good(*open_storage(path))) is not None:
+        notes.append(f"the newest good checkpoint is {newest}")
+    facts["notes"] = [clip(text) for text in notes]
     return {**facts, "verification": verification.to_json()}
 
 

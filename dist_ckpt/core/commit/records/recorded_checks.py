@@ -28,7 +28,7 @@ from dist_ckpt.core.commit.records.record_store import (
 from dist_ckpt.core.format.filenames import RESERVED_NAMES, Attempt, parse_attempt
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
+from dist_ckpt.errors import CheckpointError, CorruptError
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -102,7 +102,7 @@ def iterate_siblings(storage: Storage, path: str) -> Iterator[tuple[str, Attempt
     for entry in storage.list(root):
         other = f"{root.rstrip('/')}/{entry.name}"
         if other != path and entry.kind == "folder" and entry.name not in RESERVED_NAMES:
-            with suppress(CorruptError, IncompatibleError, NotFoundError):
+            with suppress(CheckpointError, OSError):
                 yield other, *find_checkpoint(storage, other)
 
 
