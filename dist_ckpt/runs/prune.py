@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import posixpath
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -32,12 +33,7 @@ from dist_ckpt.core.commit.records.record_store import (
     refuse_old,
 )
 from dist_ckpt.core.commit.records.recorded_checks import newest_checks
-from dist_ckpt.core.format.filenames import (
-    ATTEMPTS_PER_INCARNATION,
-    RESERVED_NAMES,
-    Attempt,
-    parse_step_folder,
-)
+from dist_ckpt.core.format.filenames import ATTEMPTS_PER_INCARNATION, Attempt, parse_step_folder
 from dist_ckpt.core.storage import Storage, is_readable_step
 from dist_ckpt.errors import (
     ConflictError,
@@ -91,7 +87,7 @@ def delete_at(storage: Storage, path: str, *, force: bool) -> None:
         force=force,
     ):
         raise _protection_error(path, late, "delete")
-    paths = [f"{root}/{name}" for name in _list_folders(storage, root)]
+    paths = attempts.list_folders(storage, root)
     paths += [p for p in _list_linked_steps(storage, root) if is_readable_step(storage, p)]
     for step, attempt in {
         (stored.step, stored.attempt) for stored in read_annotations(storage, root)
@@ -120,11 +116,9 @@ def check_unprotected(
 
 
 def _find_key(storage: Storage, path: str) -> CheckpointKey | None:
-    try:
-        attempt, index = attempts.find_checkpoint(storage, path)
-    except (CorruptError, IncompatibleError, NotFoundError):
-        return None
-    return None if index.step is None else (index.step, attempt)
+    with suppress(CorruptError, IncompatibleError, NotFoundError):
+        return attempts.find_checkpoint(storage, path)[1].key
+    return None
 
 
 def _protection_error(path: str, protections: Iterable[str], change: str) -> ConflictError:
@@ -158,12 +152,6 @@ def _remove_annotations(
             subject.withdraw(annotation.name)
 
 
-def _list_folders(storage: Storage, root: str) -> list[str]:
-    entries = attempts.list_entries(storage, root)
-    names = [entry.name for entry in entries if entry.kind == "folder"]
-    return [name for name in names if name not in RESERVED_NAMES]
-
-
 def _list_linked_steps(storage: Storage, root: str) -> dict[str, int]:
     """Return the steps that a run has as links to other folders, by their paths."""
     names = [entry.name for entry in attempts.list_entries(storage, root) if entry.kind == "other"]
@@ -193,10 +181,8 @@ def finish_removals(storage: Storage, root: str, annotations: Sequence[StoredAnn
         by_checkpoint[annotation.step, annotation.attempt].append(annotation)
     if not by_checkpoint:
         return
-    folders = _list_folders(storage, root)
-    existing = {
-        attempt for name in folders for attempt in attempts.list_attempts(storage, f"{root}/{name}")
-    }
+    folders = attempts.list_folders(storage, root)
+    existing = {attempt for path in folders for attempt in attempts.list_attempts(storage, path)}
     # The target of a linked step may be away for a time.
     linked = set(_list_linked_steps(storage, root).values())
     gone = {
@@ -214,7 +200,7 @@ def finish_removals(storage: Storage, root: str, annotations: Sequence[StoredAnn
             if annotation.name.kind == DELETION_INTENT
             for value in annotation.values.values()
         }
-        paths = [f"{root}/{name}" for name in intended.intersection(folders)]
+        paths = [path for path in folders if posixpath.basename(path) in intended]
         for path in paths:
             removal.remove_garbage(storage, path, grace_s=inf)
             _remove_folder(storage, root, path)
@@ -375,7 +361,7 @@ def remove_dead_saves(storage: Storage, root: str, incarnation: Incarnation) -> 
     Raises ConflictError if a newer incarnation has begun.
     """
     incarnation.check(storage)
-    for path in [f"{root}/{name}" for name in _list_folders(storage, root)]:
+    for path in attempts.list_folders(storage, root):
         for attempt in attempts.list_attempts(storage, path):
             is_older = 0 < attempt.incarnation < incarnation.number
             if is_older and not attempts.is_decided(storage, path, attempt):

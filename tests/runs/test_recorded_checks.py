@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +158,45 @@ def carry_over(root: Path) -> None:
 
 
 LINKERS = [copy_by_links, back_up, strip, carry_over]
+
+
+def test_a_full_check_confirms_the_damage_that_a_load_has_found(root: Path) -> None:
+    spoil(root, 3)
+    with pytest.raises(CorruptError):
+        load(root)
+    assert not dc.verify(root / "s3").ok
+    spoil(root, 3)
+    load(root)
+    assert damaged(root) == [3]
+
+
+def test_a_second_load_records_nothing(root: Path) -> None:
+    load(root)
+    load(root)
+    assert (num_checks(root), verified(root)) == (1, [3])
+
+
+@pytest.mark.parametrize("find", [load, lambda root: dc.verify(root / "s3")])
+def test_a_step_that_is_replaced_during_the_second_read_is_not_damaged(
+    root: Path, find: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(root, 3)
+    num_left = [1 if find is load else 2]  # the first read of a check is not the load's
+    check_claim = verifying._VerifyRun._check_claim
+
+    def replace_first(self: Any) -> None:
+        num_left[0] -= 1
+        if not num_left[0]:
+            dc.save(fresh(5.0), root / "s3", step=3, overwrite=True)
+        check_claim(self)
+
+    monkeypatch.setattr(verifying._VerifyRun, "_check_claim", replace_first)
+    with suppress(CorruptError, NotFoundError):
+        find(root)
+    assert num_left[0] <= 0
+    annotations = read_annotations(LocalStorage(), str(root))
+    assert not [one for one in annotations if one.values.get("damage")]
+    assert dc.verify(root / "s3").ok
 
 
 @pytest.mark.parametrize("link", LINKERS)

@@ -158,11 +158,11 @@ def _verify_once(
 
 def _record(storage: Storage, report: VerifyReport, index: Index) -> None:
     """Record the result of a check in the run. Never raises."""
-    attempt, level = Attempt.from_name(index.attempt), report.level
-    if level == "full" and report.ok and index.step is not None:
-        note_check(storage, report.path, (index.step, attempt), level)
+    level = report.level
+    if level == "full" and report.ok:
+        note_check(storage, report.path, index, level)
     with suppress(CheckpointError, OSError):
-        damaged = _note_damage(storage, report.path, attempt, index, level, report.problems)
+        damaged = _note_damage(storage, report.path, index, level, report.problems)
         _record_linked(storage, report.path, index, damaged, level)
 
 
@@ -194,38 +194,33 @@ def record_damage(storage: Storage, error: CorruptError) -> None:
     try:
         attempt, index = find_checkpoint(storage, path)
         if attempt.name == name and file in index.all_files:
-            damaged = _check_files(storage, path, attempt, index, frozenset({file}), "load")
+            damaged = _check_files(storage, path, index, frozenset({file}), "load")
             _record_linked(storage, path, index, damaged, "load")
     except (CheckpointError, OSError) as other:
         _log.debug("%s: its damage is not recorded: %s", folder, other)
 
 
 def _check_files(
-    storage: Storage, path: str, attempt: Attempt, index: Index, files: frozenset[str], check: str
+    storage: Storage, path: str, index: Index, files: frozenset[str], check: str
 ) -> frozenset[str]:
     """Read some files of a checkpoint completely. Record their damage, and return their names."""
-    folder = f"{path}/{attempt.name}"
+    folder = f"{path}/{index.attempt}"
     drop_cached(folder)
     verification = _VerifyRun(storage, folder, index, lambda *_: None, files)
     verification.run("full")
-    if not has_folder(storage, path, attempt):
+    if not has_folder(storage, path, Attempt.from_name(index.attempt)):
         return frozenset()
-    return _note_damage(storage, path, attempt, index, check, verification.problems)
+    return _note_damage(storage, path, index, check, verification.problems)
 
 
 def _note_damage(
-    storage: Storage,
-    path: str,
-    attempt: Attempt,
-    index: Index,
-    check: str,
-    problems: Sequence[Problem],
+    storage: Storage, path: str, index: Index, check: str, problems: Sequence[Problem]
 ) -> frozenset[str]:
     """Record the problems that are damage. Return the names of the damaged files."""
     damaged = [problem for problem in problems if problem.is_damage]
-    if damaged and index.step is not None:
+    if damaged:
         more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
-        note_check(storage, path, (index.step, attempt), check, f"{damaged[0]}{more}")
+        note_check(storage, path, index, check, f"{damaged[0]}{more}")
     return frozenset(problem.file for problem in damaged)
 
 
@@ -235,7 +230,7 @@ def _record_linked(
     """Check the checkpoints of the run that may have these damaged files under a link."""
     records = index.all_files
     digests = {(records[name].nbytes, records[name].digest) for name in files & records.keys()}
-    for other, attempt, there in iterate_siblings(storage, path) if files else ():
+    for other, there in iterate_siblings(storage, path) if files else ():
         same = frozenset(
             name
             for name, record in there.all_files.items()
@@ -243,7 +238,7 @@ def _record_linked(
         )
         if same:
             with suppress(CheckpointError, OSError):  # it may have been removed just now
-                _check_files(storage, other, attempt, there, same, check)
+                _check_files(storage, other, there, same, check)
 
 
 def _sort_key(problem: Problem) -> tuple[str, str, ByteRange, str]:

@@ -19,6 +19,7 @@ from dist_ckpt.core.format.filenames import (
     CLAIM,
     INDEX,
     OLD_ANNOTATIONS,
+    RESERVED_NAMES,
     Attempt,
     parse_attempt,
     parse_trash,
@@ -120,6 +121,12 @@ def list_entries(storage: Storage, path: str) -> Sequence[Entry]:
         return storage.list(path)
     except (FileNotFoundError, NotADirectoryError):
         return []
+
+
+def list_folders(storage: Storage, root: str) -> list[str]:
+    """Return the paths of the folders in `root` that may be checkpoints; [] without `root`."""
+    names = [entry.name for entry in list_entries(storage, root) if entry.kind == "folder"]
+    return [f"{root.rstrip('/')}/{name}" for name in names if name not in RESERVED_NAMES]
 
 
 def no_folder_error(path: str, error: OSError) -> NotFoundError:

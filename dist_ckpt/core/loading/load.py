@@ -217,7 +217,7 @@ def _load(call: LoadCall) -> LoadReport:
             is_partial = report.unexpected or report.dropped or decision.from_memory
             is_whole = not is_partial and arguments.selection == SELECT_ALL
             # The load has read and checked the whole checkpoint: record that in its run.
-            if call.options.verify and is_whole and report.step is not None:
+            if call.options.verify and is_whole:
                 _note_whole(arguments.counting[0], prepared.resolved.checkpoints[0])
         phases.done(report)
         return report
@@ -225,12 +225,10 @@ def _load(call: LoadCall) -> LoadReport:
 
 def _note_whole(storage: Storage, checkpoint: OpenCheckpoint) -> None:
     """Record that a load has read a whole checkpoint, if its attached files are whole too."""
-    index = checkpoint.index
-    assert index.step is not None
     try:
-        for record in index.attached:  # a load does not need them
+        for record in checkpoint.index.attached:  # a load does not need them
             read_attached_file(storage, checkpoint.folder, record)
-        note_check(storage, checkpoint.path, (index.step, checkpoint.attempt), "load")
+        note_check(storage, checkpoint.path, checkpoint.index, "load")
     except CorruptError as error:
         record_damage(storage, error)
     except StorageError as error:

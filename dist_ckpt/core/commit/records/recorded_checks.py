@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from dist_ckpt.core.commit.attempts import find_checkpoint, list_attempts, list_entries
+from dist_ckpt.core.commit.attempts import find_checkpoint, list_attempts, list_folders
 from dist_ckpt.core.commit.records.incarnations import read_history
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.commit.records.record_store import (
@@ -25,7 +25,7 @@ from dist_ckpt.core.commit.records.record_store import (
     read_annotations,
     read_annotations_of,
 )
-from dist_ckpt.core.format.filenames import RESERVED_NAMES, Attempt, parse_attempt
+from dist_ckpt.core.format.filenames import parse_attempt
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError, CorruptError
@@ -77,33 +77,31 @@ def put_check(
     put_annotation(storage, root, new_annotation(*key, CHECK, values))
 
 
-def note_check(
-    storage: Storage, path: str, key: CheckpointKey, level: str, damage: str = ""
-) -> None:
+def note_check(storage: Storage, path: str, index: Index, level: str, damage: str = "") -> None:
     """Call `put_check` for the checkpoint at a path, if it is in a run. Never raises.
 
-    Damage that is recorded already is not recorded again, unless a full check has found it now.
+    A result that is recorded already is not recorded again, unless this is a full check.
     """
-    root = path.rpartition("/")[0] or "/"
+    root, key = path.rpartition("/")[0] or "/", index.key
     try:
-        if not (can_keep_records(storage, root) or (damage and _has_more(storage, root))):
+        if key is None or not (
+            can_keep_records(storage, root) or (damage and _has_more(storage, root))
+        ):
             return
-        if damage and level != _FULL and _read_damage(storage, root, key):
-            return
-        put_check(storage, root, key, level, damage)
+        known = _find_damage(storage, root, key)
+        if level == _FULL or known is None or bool(known) != bool(damage):
+            put_check(storage, root, key, level, damage)
     except (CheckpointError, OSError) as error:
         severity = logging.WARNING if damage else logging.DEBUG
         _log.log(severity, "%s: the result of its check could not be recorded: %s", path, error)
 
 
-def iterate_siblings(storage: Storage, path: str) -> Iterator[tuple[str, Attempt, Index]]:
-    """Yield the readable checkpoints that are in the same folder as a checkpoint."""
-    root = path.rpartition("/")[0] or "/"
-    for entry in storage.list(root):
-        other = f"{root.rstrip('/')}/{entry.name}"
-        if other != path and entry.kind == "folder" and entry.name not in RESERVED_NAMES:
+def iterate_siblings(storage: Storage, path: str) -> Iterator[tuple[str, Index]]:
+    """Yield the other checkpoints in the folder of a checkpoint, without those not readable."""
+    for other in list_folders(storage, path.rpartition("/")[0] or "/"):
+        if other != path:
             with suppress(CheckpointError, OSError):
-                yield other, *find_checkpoint(storage, other)
+                yield other, find_checkpoint(storage, other)[1]
 
 
 def find_newest_good(storage: Storage, path: str) -> str | None:
@@ -111,21 +109,21 @@ def find_newest_good(storage: Storage, path: str) -> str | None:
 
     Orphaned checkpoints do not count. None if there is none, and after an error.
     """
-    root, good = path.rpartition("/")[0] or "/", []
+    root = path.rpartition("/")[0] or "/"
     try:
         checks, history = (
             newest_checks(read_annotations(storage, root)),
             read_history(storage, root),
         )
-        for other, attempt, index in iterate_siblings(storage, path):
-            if index.step is None or history.is_orphaned(index.step, attempt):
-                continue
-            check = checks.get((index.step, attempt))
-            if check is None or not check.damage:
-                good.append((index.step, attempt, other))
+        siblings = [(index.key, other) for other, index in iterate_siblings(storage, path)]
     except (CheckpointError, OSError):
         return None
-    return max(good)[2] if good else None
+    good = [
+        (key, other)
+        for key, other in siblings
+        if key and not history.is_orphaned(*key) and not (key in checks and checks[key].damage)
+    ]
+    return max(good)[1] if good else None
 
 
 def name_newest_good(error: CorruptError, storage: Storage, path: str) -> None:
@@ -155,18 +153,17 @@ def find_recorded_damage(storage: Storage, folder: str, step: int | None) -> str
     attempt = parse_attempt(name)
     with suppress(CheckpointError, OSError):
         if step is not None and attempt is not None:
-            return _read_damage(storage, path.rpartition("/")[0] or "/", (step, attempt))
+            return _find_damage(storage, path.rpartition("/")[0] or "/", (step, attempt)) or ""
     return ""
 
 
-def _read_damage(storage: Storage, root: str, key: CheckpointKey) -> str:
+def _find_damage(storage: Storage, root: str, key: CheckpointKey) -> str | None:
+    """Return the recorded damage of a checkpoint, "" if it is whole, and None without a check."""
     result = newest_checks(read_annotations_of(storage, root, *key)).get(key)
-    return "" if result is None else result.damage
+    return None if result is None else result.damage
 
 
 def _has_more(storage: Storage, root: str) -> bool:
     """Return True if a folder has several checkpoints, so that a prune may choose among them."""
-    folders = [entry.name for entry in list_entries(storage, root) if entry.kind == "folder"]
-    names = (name for name in folders if name not in RESERVED_NAMES)
-    have = (name for name in names if list_attempts(storage, f"{root.rstrip('/')}/{name}"))
+    have = (path for path in list_folders(storage, root) if list_attempts(storage, path))
     return next(have, None) is not None and next(have, None) is not None

@@ -140,6 +140,11 @@ class Index:
     attached: tuple[AttachedFileRecord, ...] = ()
 
     @property
+    def key(self) -> tuple[int, filenames.Attempt] | None:
+        """The step and the attempt, to which annotations refer; None without a step."""
+        return None if self.step is None else (self.step, filenames.Attempt.from_name(self.attempt))
+
+    @property
     def has_digests(self) -> bool:
         """True if the blocks of its files have digests; False for files of other systems."""
         return self.attempt != FOREIGN_ATTEMPT
