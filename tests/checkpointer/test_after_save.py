@@ -562,6 +562,48 @@ def test_free_first_removes_the_oldest_only_if_a_newer_one_is_recorded_as_whole(
     assert steps_at(tmp_path) == [4, 5, 6]
 
 
+def test_free_first_removes_nothing_while_a_save_is_running(
+    tmp_path: Path, with_room_for: Callable[[float], None]
+) -> None:
+    run(tmp_path, 3)
+    assert dc.verify(tmp_path / "step-00000003").ok
+    with_room_for(3.0)
+    options = RunOptions(root=tmp_path, save=dc.at_end, keep=dc.keep.last(5), free_first=True)
+    maintenance = after_save.MaintenanceThread(*root_of(tmp_path), None, options)
+    maintenance._handles.append(RunningSave())  # type: ignore[arg-type]
+    maintenance.make_room(1)
+    assert steps_at(tmp_path) == [1, 2, 3]
+    maintenance._handles.clear()
+    maintenance.make_room(1)
+    maintenance.close(30)
+    assert steps_at(tmp_path) == [2, 3]
+
+
+class RunningSave:
+    """A background save that is not done."""
+
+    step = 4
+
+    def done(self) -> bool:
+        """Return False."""
+        return False
+
+
+def test_an_older_incarnation_prunes_nothing_after_a_newer_one_has_begun(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path, 3)
+    maintenance = after_save.MaintenanceThread(
+        *root_of(tmp_path), None, RunOptions(root=tmp_path, save=dc.at_end, keep=dc.keep.last(1))
+    )
+    newest = dc.checkpoints(tmp_path)[-1].where
+    begin_incarnation(*open_storage(tmp_path), restored=newest, why="", by="another job")
+    maintenance._prune()
+    maintenance.close(30)
+    assert steps_at(tmp_path) == [1, 2, 3]
+    assert "incarnation 2 of this run, another job" in caplog.text
+
+
 def test_a_newer_start_ends_the_pruning_of_an_older_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
