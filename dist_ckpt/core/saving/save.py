@@ -86,8 +86,8 @@ def save(
     Each tensor whose name matches a glob in `link_unchanged` gets a separate file. The first two
     saves of this group write all these files. For a tensor that has not changed, such as a frozen
     weight, the third save makes a hard link to the file of an older checkpoint. It writes the file
-    again if the storage has no hard links, or the older checkpoint is gone. At most 8 checkpoints
-    share a file. At least every 8 saves a linked file is read back and checked.
+    again if the storage has no hard links, or both older checkpoints are gone. At most 8
+    checkpoints share a file. At least every 8 saves a linked file is read back and checked.
 
     `carry_over` is the report of a `dc.load` by the same group that did not restore everything. The
     save takes each name that was not restored from the loaded checkpoint, unless the state has the

@@ -4,9 +4,9 @@ An unchanged tensor gives the same bytes in each save: one header, with one dige
 of the live tensors is computed first. A file of an earlier committed save of this process is linked
 if it has that header.
 
-Two successive saves never share a file: save n links to files of save n-2, never of n-1. A file has
-at most `MAX_SHARED` names; then it is written again. So a bad sector damages only some of the
-checkpoints, and the digests show which.
+Save n links to files of save n-2, and to those of save n-1 only if n-2 was pruned. As long as two
+checkpoints are kept, the two newest share no file. A file has at most `MAX_SHARED` names; then it
+is written again. So a bad sector damages only some of the checkpoints; the digests show which.
 """
 
 from __future__ import annotations
