@@ -19,7 +19,7 @@ STALL_TIMEOUT_S = 600.0
 # more buffers (`shard_io/write/shard_writer.py`). So a save or a load uses at most 256 MiB.
 MAX_THREADS = 20
 
-# How long the collectives of the training wait for a late rank, if it cannot be found out.
+# The timeout of the training's collectives, if that of the process group cannot be read.
 UNKNOWN_GROUP_TIMEOUT_S = 1800.0
 
 # A sync waits for all data that the system has not written yet. Slower storage counts as hanging.

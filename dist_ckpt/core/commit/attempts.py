@@ -154,7 +154,7 @@ def was_provably_removed(storage: Storage, path: str, attempt: Attempt) -> bool:
 
     Without that evidence return False. If the storage is not shared, this host never had the
     attempt, and its absence proves nothing.
-    Another attempt with the same number proves nothing: numbers begin at 1 on every storage.
+    Only a higher number is evidence: on storage that is not shared, each host begins at 1.
     """
     entries = list_entries(storage, path)
     attempts = set(parse_attempts(entries))

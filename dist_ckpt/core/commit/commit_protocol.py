@@ -188,9 +188,8 @@ def claim(
     shown that a rename on this storage never replaces a file. After an error, the claim is undone
     as far as the storage allows.
 
-    Raises ExistsError if the path is a linked step, or has files of another program, or a
-    checkpoint that may not be replaced: there is no `overwrite`, or it is protected and there is no
-    `force`. Raises
+    Raises ExistsError if the path is a linked step, or has files of another program. The same if a
+    checkpoint is there and `overwrite` is False, or it is protected and `force` is False. Raises
     ConflictError if a higher attempt exists, IncompatibleError if the root needs an upgrade.
 
     `incarnation` is the incarnation of the run that saves. The run saves only steps above the one

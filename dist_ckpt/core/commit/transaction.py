@@ -182,8 +182,9 @@ class Transaction:
     ) -> Attempt:
         """Claim an attempt at `path`. Coordinator only, inside an exchange with other ranks.
 
-        This is the first change on disk: put a check that may refuse a save before it. Raises the
-        errors of `commit_protocol.claim`, and StorageError if `nbytes` do not fit.
+        The claim creates the first file. A check that needs no claim goes before it; `check_room`
+        runs after it, because the claim frees space. Raises the errors of `commit_protocol.claim`,
+        and StorageError if `nbytes` do not fit.
         """
         self.storage, self._path = storage, path
         try:
@@ -198,7 +199,7 @@ class Transaction:
             self.check_room(nbytes)
             raise
         self.attempt = self._claim.attempt
-        self.check_room(nbytes)  # the claim has removed dead saves at `path`
+        self.check_room(nbytes)  # the claim has removed unfinished saves at `path`
         return self.attempt
 
     def check_room(self, nbytes: int) -> None:

@@ -120,10 +120,10 @@ def load(
     without dots. With `include_frozen=False` parameters that require no gradient stay unchanged. An
     empty mapping or None in the state is replaced by the saved values.
 
-    `cast`: True, or patterns of names. These tensors of the state take values of another floating
-    dtype, and of any dtype that loses nothing, such as int32 into int64. Values are converted block
-    by block. If a finite value becomes infinite, IncompatibleError is raised after the read. New
-    tensors have the saved dtype.
+    `cast`: True, or patterns of names. These tensors of the state accept conversions between
+    floating dtypes, and any other conversion without loss, such as int32 into int64. Values are
+    converted block by block. If a finite value becomes infinite, IncompatibleError is raised after
+    the read. New tensors have the saved dtype.
 
     `config` and `kind` are compared with those of the save before anything is changed.
     IncompatibleError lists each difference, also if the save had none.

@@ -1,7 +1,7 @@
 """The values that planners take and return: inventories, plans, receipts.
 
-An `Inventory` has meshes and placements instead of boxes, so that ranks with the same view of the
-state send the same bytes.
+An `Inventory` has meshes and placements instead of boxes. So the inventories of most ranks are
+equal, and an equal one is sent and planned once.
 """
 
 from __future__ import annotations

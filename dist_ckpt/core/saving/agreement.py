@@ -95,10 +95,11 @@ _COMPARED = tuple(name for name in SaveArguments.__struct_fields__ if name not i
 
 
 class SaveAgreement(Message, Generic[NameT], frozen=True):
-    """The answer to the proposals: the name of the save if the cached plan is valid on all ranks.
+    """The answer to the proposals.
 
-    The name is an attempt, or the id of a snapshot, and unique in this group. None means that the
-    ranks must make a new plan. `connection_generation` numbers the bulk connections.
+    `name` is unique in this group: the claimed attempt, or in a background save the id of the
+    snapshot. If it is None, the ranks make a new plan. `connection_generation` numbers the bulk
+    connections.
     """
 
     name: NameT | None
@@ -128,8 +129,8 @@ def agree(
     """Agree on a save. Return this rank's preparation, the name and the plan. Collective.
 
     If the cached plan is valid on all ranks, this takes one exchange; otherwise two. The
-    coordinator calls `claim` after all checks, which begins the save. All ranks raise the error of
-    any rank.
+    coordinator calls `claim` after all checks: `claim` begins the save. All ranks raise the error
+    of any rank.
     """
     with session.channel.exchange("agree") as agreeing:
         prepared = prepare()

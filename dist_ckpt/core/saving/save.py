@@ -89,11 +89,11 @@ def save(
     again if the storage has no hard links, or both older checkpoints are gone. At most 8
     checkpoints share a file. At least every 8 saves a linked file is read back and checked.
 
-    `carry_over` is the report of a `dc.load` by the same group that did not restore everything. The
-    save takes each name that was not restored from the loaded checkpoint, unless the state has the
-    name now, or `exclude` matches it. Names that were restored are not taken. If the world size is
-    the same, whole files are linked; all other data is copied and checked. Raises NotFoundError if
-    the loaded checkpoint was replaced or deleted, CorruptError if it is damaged.
+    `carry_over` is the report of a `dc.load` by the same group that did not restore everything.
+    Names of the loaded checkpoint that the load did not restore are copied into the new one. Names
+    that the state now has, and names that `exclude` matches, are not. If the world size is the
+    same, whole files are linked; all other data is copied and checked. Raises NotFoundError if the
+    loaded checkpoint was replaced or deleted, CorruptError if it is damaged.
 
     A tensor that several ranks have is stored once. Their copies are compared: in full up to 1 MiB,
     and above that only sampled (16 blocks of 64 KiB). The first save of a layout compares the first

@@ -52,7 +52,7 @@ class SaveOptions:
     Only a run sets the last four fields:
 
     - `incarnation` is the incarnation of the run: a save of an older incarnation is refused.
-    - `boundary` is the number of this call of `run.step` or `run.poll`, equal on all ranks.
+    - `boundary` counts the calls of `Checkpointer.step` and `poll`, equal on all ranks.
     - `is_urgent` returns True if a background save must not wait for an earlier save.
     - `make_room` removes old checkpoints. Rank 0 passes the bytes to write, before the claim.
     """

@@ -73,7 +73,7 @@ def real_path(path: str) -> str:
 
 
 def entry_path(path: str) -> str:
-    """Return a storage's path with all links followed, but not the link of a moved step of a run.
+    """Return a storage's path with all links followed, up to a link `step-N` of a run.
 
     The annotations of a checkpoint are in the folder above this path. For example, /a/ckpt is a
     link to /b/ckpt: the annotations are in /b. But runs/x/step-5 is a step of a run, moved to

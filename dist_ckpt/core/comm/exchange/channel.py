@@ -47,7 +47,8 @@ class Exchange(ABC):
         total = counting.result(int)
 
     A rank does its part of the work before `gather`; the rest of the block is for the coordinator.
-    A decision is final: a later error stays local. `gather` and `decide` are optional.
+    After `decide`, an error on rank 0 is not sent to the others. `gather` and `decide` are
+    optional.
     """
 
     is_coordinator: bool

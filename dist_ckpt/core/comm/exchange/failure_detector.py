@@ -3,8 +3,9 @@
 A thread of Python sends the heartbeats. It does not run while other code has the interpreter's
 lock, or while the process is stopped. So silence alone does not mean death: then this module looks
 at the process. A rank of the same machine reads `/proc`. For another machine, a rank that runs
-there reads it when it is asked, and answers through the store. A rank that is cut off from the
-store shows that by the name, or by the end, of the thread that orders its heartbeats.
+there reads it when it is asked, and answers through the store. If the store does not answer, a rank
+renames the thread that orders its heartbeats. Other ranks read that name in `/proc`. If that thread
+has ended, the rank counts as cut off too.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ NEXT_OPERATION_WAIT_S = 1.0
 class _LastSeen:
     """A rank's last heartbeat, None if it is not valid, and for how long it has not changed.
 
-    `state` is the last known state of its process. `alive_s` is the silence at the last look that
-    has seen the process alive, 0 without one.
+    `state` is the last known state of its process. `alive_s` is the value of `silent_s` when the
+    process was last seen alive, 0 if never.
     """
 
     data: bytes

@@ -32,7 +32,7 @@ from dist_ckpt.core.planning.save.inventories import RankView, difference_text, 
 from dist_ckpt.core.planning.tensor_views import Parts, RuleSharded, View, compute_cells
 from dist_ckpt.message_text import remedy_of_parts
 
-# Smaller blocks are copied together for one write: a copy costs less than a system call.
+# Blocks below this size are copied together for one write: a copy costs less than a system call.
 SMALL_NBYTES = 1 << 20
 
 

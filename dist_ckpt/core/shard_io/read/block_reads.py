@@ -25,11 +25,11 @@ from dist_ckpt.errors import CorruptError
 # storage, and small enough for several threads to share a large shard.
 READ_NBYTES = 8 << 20
 
-# A read includes smaller gaps between blocks, if it wastes at most this fraction.
+# A read includes gaps up to this size between blocks, if it wastes at most this fraction.
 MAX_GAP_NBYTES = 64 << 10
 MAX_WASTE = 0.04
 
-# Smaller reads use a scratch buffer, so that one read serves many small tensors.
+# Reads below this size use a scratch buffer, so that one read serves many small tensors.
 ZERO_COPY_NBYTES = 512 << 10
 
 

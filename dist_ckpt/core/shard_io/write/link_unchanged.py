@@ -1,8 +1,8 @@
 """Link a rank's unchanged files to those of earlier saves: `link_unchanged` of `dc.save`.
 
-An unchanged tensor gives the same bytes in each save: one header, with one digest. So the header
-of the live tensors is computed first. A file of an earlier committed save of this process is linked
-if it has that header.
+The header of a file has the digests of its blocks. So unchanged tensors give an equal header, and
+files with equal header digests are equal. The header of the live tensors is computed first. A file
+of an earlier committed save of this process is linked if it has that header.
 
 Save n links to files of save n-2, and to those of save n-1 only if n-2 was pruned. As long as two
 checkpoints are kept, the two newest share no file. A file has at most `MAX_SHARED` names; then it
