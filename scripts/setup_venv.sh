@@ -62,7 +62,8 @@ clear=()
 if [ -n "$complete" ] && [ "${complete%%$'\n'*}" != "$PWD" ]; then clear=(--clear); fi
 "$python" -m venv ${clear[@]+"${clear[@]}"} "$venv"
 constraints >"$venv/constraints.txt"
-if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+# Not compiled: Python compiles what is imported, a quarter of it, and keeps that.
+if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile \
     -c "$venv/constraints.txt" -e '.[torch,dev,docs]'; then
     echo "setup: pip could not install the packages named in pyproject.toml; its reason is above, and longer by:" >&2
     echo "  $venv/bin/python -m pip install -c $venv/constraints.txt -e '.[torch,dev,docs]'" >&2

@@ -8,6 +8,8 @@
 # With TORCH=2.9.1 the tests alone run, with that version of torch: see scripts/compat.sh.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# What was compiled is kept: tests start hundreds of processes.
+unset PYTHONDONTWRITEBYTECODE
 scripts/setup_venv.sh
 
 bin=.venv${TORCH:+-torch-"$TORCH"}/bin
@@ -38,8 +40,6 @@ case "$*" in
 esac
 
 # All tests, in rows that run at once: see tests/helpers/ranks/rows.py. Threads of torch's that wait by
-# turning take the cores from each other; and what was compiled is kept, for tests start hundreds of
-# processes.
+# turning take the cores from each other.
 export OMP_NUM_THREADS=1
-unset PYTHONDONTWRITEBYTECODE
 exec "$bin/python" -m pytest --rows "${options[@]}"
