@@ -15,7 +15,8 @@ limit_s=400                   # for each of the two trainings; half a minute whe
 
 export OMP_NUM_THREADS=1      # four ranks on few cores
 export PYTHONWARNINGS=ignore  # of torch about itself
-export DIST_CKPT_HEARTBEAT_TIMEOUT_S=5  # after which a process that says nothing is dead; 20 without this
+# After this time, a process that says nothing is dead; 20 s without this.
+export DIST_CKPT_HEARTBEAT_TIMEOUT_S=${DIST_CKPT_HEARTBEAT_TIMEOUT_S:-5}
 job=                          # process id of torchrun while it runs
 frozen=                       # process id of the writer that is about to be killed
 viewer=
@@ -56,7 +57,8 @@ train() {
 # reason_in LOG: the error messages of the ranks, else the log's end.
 reason_in() { grep -E '^(\[rank[0-9]+\]: )?[A-Za-z_.]+(Error|Exception)' "$1" || tail -n 5 "$1"; }
 path_of() { printf '%s/step-%08d' "$root" "$1"; }
-is_committed() { compgen -G "$(path_of "$1")/a*/index.json" >/dev/null; }
+# is_committed STEP: an attempt that was given up has an index as well, until its files are removed.
+is_committed() { grep -qs '"state":"committed"' "$(path_of "$1")"/a*/index.json; }
 has_attempt() { compgen -G "$(path_of "$1")/a*" >/dev/null; }
 is_running() { kill -0 "$job" 2>/dev/null; }
 
@@ -83,9 +85,9 @@ print(job.rank(int(sys.argv[2])).owner("writer").pid)
 PYTHON
 }
 
-# kill_in_save STEP TRAINER WRITER: kills a rank and its writer, as if their node had died, while the
-# save of STEP is written. False if the save was faster. The writer is frozen first, so that the save
-# cannot end between the look and the kill.
+# kill_in_save STEP TRAINER WRITER: kills rank 0 and its writer, as if their node had died, while the
+# save of STEP is written. False if the save was faster. The writer is frozen first: it is the one that
+# commits the save, so the save cannot end between the look and the kill.
 kill_in_save() {
     local trainer=$2 writer=$3
     wait_for has_attempt "$1"
@@ -120,18 +122,18 @@ say "1. Train on 4 ranks: FSDP2 x tensor parallel, 2 x 2; save in the background
 train "$proof/four-ranks.log" 4 --tp 2 --steps 1000
 wait_for is_committed "$save_every"
 
-trainer=$(sed -n "s/^rank 3 is process \([0-9]*\):.*/\1/p" "$proof/four-ranks.log")
-writer=$(writer_of 3)
+trainer=$(sed -n "s/^rank 0 is process \([0-9]*\):.*/\1/p" "$proof/four-ranks.log")
+writer=$(writer_of 0)
 torn=$(next_save)
 until kill_in_save "$torn" "$trainer" "$writer"; do torn=$(next_save); done
 kill "$viewer" 2>/dev/null || true
 viewer=
 
-say "2. Rank 3 and its writer were killed (kill -9) in the middle of the save of step $torn. On disk is now:"
+say "2. Rank 0 and its writer were killed (kill -9) in the middle of the save of step $torn. On disk is now:"
 (cd "$(path_of "$torn")" && find . -type f -printf '  %12s bytes  %P\n' | sort -k3)
 echo "  No index says \"committed\", so there is no checkpoint of step $torn:"
 .venv/bin/dist-ckpt ls "$root"
-wait "$job" || true # the ranks that live remove the files, and torchrun ends them
+wait "$job" || true # torchrun ends the ranks that live
 job=
 newest=$((torn - save_every))
 is_committed "$newest" || fail "step $newest is not there"

@@ -27,7 +27,7 @@ def run(*command: str | Path, limit_s: float, folder: Path = ROOT) -> str:
     with subprocess.Popen(
         [str(word) for word in command],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={"DIST_CKPT_HEARTBEAT_TIMEOUT_S": "20", **os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
