@@ -254,7 +254,7 @@ def test_a_writer_does_not_wait_long_for_one_that_never_came(job, rank, trainer_
 
 def test_the_death_of_a_writer_is_told_to_all_others_by_name(job):
     state = State(3, SHAPES)
-    with writers(job.ranks(3)) as trainers:
+    with writers(job.ranks(3), python=sys.executable) as trainers:
         for one in order_all(job, trainers, state, path="first"):
             one.complete()
         for trainer in trainers:
@@ -280,7 +280,7 @@ def test_the_death_of_a_writer_is_told_to_all_others_by_name(job):
 def test_a_new_store_brings_a_new_writer_and_the_old_ones_together(job):
     state = State(2, SHAPES)
     folders = job.ranks(2)
-    with writers(folders) as trainers:
+    with writers(folders, python=sys.executable) as trainers:
         for one in order_all(job, trainers, state, path="first"):
             one.complete()
         assert [done(trainer).failure for trainer in trainers] == [None, None]
@@ -301,7 +301,7 @@ def test_a_new_store_brings_a_new_writer_and_the_old_ones_together(job):
 
 
 def test_of_stores_that_no_save_was_ordered_in_only_the_newest_is_served(job):
-    with writers(job.ranks(1)) as (trainer,):
+    with writers(job.ranks(1), python=sys.executable) as (trainer,):
         num_open = []
         for _ in range(3):
             trainer.serve(secrets.token_bytes(32))
@@ -492,14 +492,13 @@ sys.exit(background_writer.main(sys.argv[-1:]))
 
 
 def test_what_is_staged_when_a_writer_is_told_to_end_while_its_storage_hangs_is_sealed(
-    job, tmp_path_factory, monkeypatch
+    job, tmp_path_factory
 ):
     python = tmp_path_factory.mktemp("python") / "python"
     python.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{HANGS}' \"$@\"\n")
     python.chmod(0o700)
-    monkeypatch.setattr("sys.executable", str(python))
     state = State(2, SHAPES)
-    with writers(job.ranks(2)) as trainers:
+    with writers(job.ranks(2), python=str(python)) as trainers:
         first = order_all(job, trainers, state)
         second = order_all(job, trainers, state, path="second", number=1)
         for one in (*first, *second):
@@ -517,7 +516,7 @@ def test_what_is_staged_when_a_writer_is_told_to_end_while_its_storage_hangs_is_
 
 def test_a_writer_that_is_told_again_and_again_to_end_does_what_it_did_when_told_once(job):
     state = State(1, SHAPES)
-    with writers(job.ranks(1)) as (trainer,):
+    with writers(job.ranks(1), python=sys.executable) as (trainer,):
         first = job.staged(state, path="first")
         first.complete()
         trainer.link.send(write_of(first))
@@ -548,7 +547,7 @@ def wait_for_attempt(path: Path, file: str = "claim.json") -> None:
 
 
 def test_a_writer_without_work_ends_when_it_is_told_to(job):
-    with writers(job.ranks(1)) as (trainer,):
+    with writers(job.ranks(1), python=sys.executable) as (trainer,):
         for number in (signal.SIGINT, signal.SIGHUP):
             os.kill(trainer.process.pid, number)
         trainer.link.send(Pause("0" * 32))
@@ -672,7 +671,7 @@ def test_memory_without_a_name_outlives_the_trainer_that_made_it(job):
     """The descriptor of the trainer is closed: what is left is the writer's."""
     state = State(1, SHAPES)
     (folder,) = job.ranks(1)
-    with writers([folder]) as (trainer,):
+    with writers([folder], python=sys.executable) as (trainer,):
         fd = create_anonymous(1 << 20)
         arena = Arena(folder.publish("trainer", 0, fd), fd, folder.job)
         staged = Staged(arena, state, job.path / "ck", name=new_id())
@@ -722,7 +721,7 @@ def test_a_failed_save_leaves_an_older_checkpoint_as_it_was(job):
 
 
 def test_the_writer_runs_at_a_low_priority_in_a_session_of_its_own(job):
-    with writers(job.ranks(1)) as (trainer,):
+    with writers(job.ranks(1), python=sys.executable) as (trainer,):
         pid = trainer.process.pid
         assert os.getsid(pid) == pid
         assert os.getpriority(os.PRIO_PROCESS, pid) >= os.getpriority(os.PRIO_PROCESS, 0)

@@ -79,6 +79,23 @@ def test_it_ends_as_its_program_ends(code: str, ended: int, said: str) -> None:
     assert said or not done.stderr
 
 
+def test_it_has_the_open_files_and_the_session_of_its_own_that_it_was_given() -> None:
+    code = "import os, sys; print(sys.path[0] != '', os.getsid(0) == os.getpid(), os.read({}, 9))"
+    read_end, write_end = os.pipe()
+    os.write(write_end, b"inherited")
+    done = subprocess.run(
+        [forked_python(), "-P", "-c", code.format(read_end)],
+        pass_fds=[read_end],
+        start_new_session=True,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.stdout == b"True True b'inherited'\n", done.stderr
+    os.close(read_end)
+    os.close(write_end)
+
+
 def test_a_signal_is_handed_on() -> None:
     code = "import signal; print('ready', flush=True); signal.pause()"
     with subprocess.Popen([forked_python(), "-c", code], stdout=subprocess.PIPE) as process:

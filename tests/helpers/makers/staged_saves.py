@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import secrets
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from math import prod
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
+from unittest.mock import patch
 
 from dist_ckpt.async_save.snapshots.arena import Arena
 from dist_ckpt.async_save.snapshots.arena_layout import (
@@ -42,6 +44,7 @@ from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.saving.agreement import build_plan
 from dist_ckpt.reports import SaveReport
 from dist_ckpt.settings import Settings
+from fork_server import forked_python
 from written import Saved
 
 # A writer that says nothing for so long fails the test.
@@ -197,13 +200,19 @@ def hello(
 
 
 @contextmanager
-def writers(folders: list[RankFolder], **options: Any) -> Iterator[list[Trainer]]:
-    """Start a writer for each of these ranks; all have ended when this does."""
+def writers(
+    folders: list[RankFolder], *, python: str | None = None, **options: Any
+) -> Iterator[list[Trainer]]:
+    """Start a writer for each of these ranks; all have ended when this does.
+
+    They are forked, unless another Python is named: then `Trainer.process` is the writer itself.
+    """
     with ExitStack() as stack:
         trainers = []
         for folder in folders:
             said = hello(folder, len(folders), **options)
-            link, process = start_writer(folder, said)
+            with patch.object(sys, "executable", python or forked_python()):
+                link, process = start_writer(folder, said)
             stack.callback(_end, link, process)
             trainers.append(Trainer(folder, link, process))
         yield trainers

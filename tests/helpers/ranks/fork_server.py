@@ -3,15 +3,17 @@
 A fresh Python that imports torch and a save takes two seconds of a core. `forked_python()` returns
 a program with the arguments of Python (`-c`, `-m`, a script) that starts in a twentieth: a server
 that has imported torch, and never makes a thread, forks a child for each start. The child has the
-arguments, environment, folder and open streams of who started it, and a process group of its own.
-The program ends as the child ends, hands on signals, and the child's group dies with it.
+arguments, environment, folder and open files of who started it, and a process group of its own, or
+a session if that has one. The program ends as the child ends, hands on signals, and the child's
+group dies with it.
 
-What a child starts with `sys.executable` is forked as well, such as ranks of torchrun.
+What a child starts with `sys.executable` is forked as well: ranks of torchrun, background writers.
+Their process is the one that a lock file names, not the one that `Popen` started.
 
 What must be a Python of its own keeps `sys.executable`: what is about imports, start-up, the end of
-the interpreter, the command line in `/proc`, namespaces, limits or open files that a process
-inherits. What a fork cannot be starts a Python of its own by itself: other options than `-W` and
-`-u`, `PYTHONHASHSEED`, another user, a process of `multiprocessing`.
+the interpreter, the command line in `/proc`, namespaces or limits. What a fork cannot be starts a
+Python of its own by itself: other options than `-P`, `-W` and `-u`, `PYTHONHASHSEED`, another user,
+a process of `multiprocessing`.
 
 Servers end with the test process; each set of preloaded modules has one.
 """
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import fcntl
 import functools
 import gc
 import importlib
@@ -43,6 +46,8 @@ from pathlib import Path
 from typing import NoReturn
 
 ROOT = Path(__file__).parents[3]
+# As many as Linux hands over at once.
+MAX_FILES = 253
 # What saves, loads and commands import, and torch for the first optimizer or DTensor.
 TORCH = (
     "torch._dynamo",
@@ -50,6 +55,9 @@ TORCH = (
     "dist_ckpt.checkpointer.checkpointer",
     "dist_ckpt.core.saving.save",
     "dist_ckpt.core.loading.load",
+    "dist_ckpt.async_save.writer.background_writer",
+    # By this word in `/proc/PID/cmdline` a background writer is known, also a forked one.
+    "dist_ckpt.async_save.writer",
     *(
         f"dist_ckpt.cli.commands.{path.stem}"
         for path in sorted((ROOT / "dist_ckpt" / "cli" / "commands").glob("[!_]*.py"))
@@ -67,7 +75,7 @@ for word in given:
         next(given)
     elif word in ("-c", "-m") or not word.startswith("-"):
         break
-    elif word != "-u":
+    elif word not in ("-P", "-u"):
         be_python()
 else:  # without a program
     be_python()
@@ -76,17 +84,27 @@ if "--multiprocessing-fork" in sys.argv or posix.getuid() != {user}:
 if b"PYTHONHASHSEED" in posix.environ:
     be_python()
 words = [one.encode("utf-8", "surrogateescape") for one in sys.argv[1:]]
-data = repr((words, posix.getcwdb(), posix.environ)).encode()
+files = [0, 1, 2]
+for number in map(int, posix.listdir("/proc/self/fd")):
+    try:
+        posix.fstat(number)
+    except OSError:  # what was open to list them
+        continue
+    if number > 2:
+        files.append(number)
+leads = posix.getsid(0) == posix.getpid()
+data = repr((words, posix.getcwdb(), posix.environ, files, leads)).encode()
 data = len(data).to_bytes(8, "big") + data
 server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_STREAM)
 server.connect({address!r})
-streams = b"".join(one.to_bytes(4, sys.byteorder) for one in range(3))
-rights = [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, streams)]
+rights = b"".join(one.to_bytes(4, sys.byteorder) for one in files)
 try:
-    sent = server.sendmsg([data], rights)
+    sent = server.sendmsg([data], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)])
 except OSError:  # a stream is closed
     be_python()
 server.sendall(data[sent:])
+for number in files[3:]:
+    posix.close(number)
 child = int.from_bytes(server.recv(8), "big")
 if not child:
     sys.exit("the fork server has ended")
@@ -144,12 +162,17 @@ def _end(server: subprocess.Popen[bytes], owner: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What a child is to be: the arguments of Python, a folder, an environment, three streams."""
+    """What a child is to be: the arguments of Python, a folder, an environment, open files.
+
+    `files` are the numbers that these shall have. `leads`: it has a session of its own.
+    """
 
     words: list[str]
     folder: bytes
     environ: dict[bytes, bytes]
-    streams: list[int]
+    files: list[int]
+    leads: bool
+    received: list[int]
 
 
 def _serve(listener: socket.socket) -> _Request:
@@ -183,14 +206,14 @@ def _fork(
         connection.close()
         return None
     if (pid := os.fork()) == 0:
-        os.setpgid(0, 0)
+        os.setsid() if request.leads else os.setpgid(0, 0)
         for one in (listener, connection, *children):
             one.close()
         for _, process in children.values():
             os.close(process)
         return request
-    for stream in request.streams:
-        os.close(stream)
+    for file in request.received:
+        os.close(file)
     process = os.pidfd_open(pid)
     children[connection] = pid, process
     connection.sendall(pid.to_bytes(8, "big"))
@@ -200,13 +223,13 @@ def _fork(
 
 
 def _receive(connection: socket.socket) -> _Request | None:
-    head, streams, _, _ = socket.recv_fds(connection, 8, 3)
+    head, received, _, _ = socket.recv_fds(connection, 8, MAX_FILES)
     if len(head) < 8:
         return None
     with connection.makefile("rb") as source:
         data = source.read(int.from_bytes(head, "big"))
-    words, folder, environ = ast.literal_eval(data.decode())
-    return _Request([os.fsdecode(word) for word in words], folder, environ, streams)
+    words, *rest = ast.literal_eval(data.decode())
+    return _Request([os.fsdecode(word) for word in words], *rest, received)
 
 
 def _answer(
@@ -243,21 +266,25 @@ def _kill_group(pid: int) -> None:
 def _become(request: _Request, imported: list[str]) -> Callable[[], object]:
     """Make of this process what a fresh Python would be; return what it runs."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number, stream in enumerate(request.streams):
-        os.dup2(stream, number)
-    for stream in request.streams:
-        os.close(stream)
+    beyond = max(request.files) + 1
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, beyond) for file in request.received]
+    for file in request.received:
+        os.close(file)
+    for file, number in zip(moved, request.files, strict=True):
+        os.dup2(file, number)
+        os.close(file)
     os.chdir(request.folder)
     os.environ.clear()
     os.environb.update(request.environ)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed()
-    words = request.words[_set_options(request.words) :]
+    num_options = _set_options(request.words)
+    options, words = request.words[:num_options], request.words[num_options:]
     given = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     first = "" if words[0] == "-c" else os.getcwd()
     if words[0] not in ("-c", "-m"):
         first = str(Path(words[0]).resolve().parent)
-    sys.path[:] = [first, *given, *imported]
+    sys.path[:] = [*([] if "-P" in options else [first]), *given, *imported]
     if words[0] == "-m":
         sys.argv[:] = words[1:]
         return lambda: runpy.run_module(words[1], run_name="__main__", alter_sys=True)
@@ -277,10 +304,9 @@ def _set_options(words: list[str]) -> int:
     """Do what options of Python say; return how many words they are."""
     filters = [one for one in os.environ.get("PYTHONWARNINGS", "").split(",") if one]
     is_unbuffered, num_words = bool(os.environ.get("PYTHONUNBUFFERED")), 0
-    while (word := words[num_words]) in ("-u", "-W"):
-        if word == "-u":
-            is_unbuffered = True
-        else:
+    while (word := words[num_words]) in ("-P", "-u", "-W"):
+        is_unbuffered |= word == "-u"
+        if word == "-W":
             num_words += 1
             filters.append(words[num_words])
         num_words += 1
