@@ -228,8 +228,9 @@ def _receive(connection: socket.socket) -> _Request | None:
         return None
     with connection.makefile("rb") as source:
         data = source.read(int.from_bytes(head, "big"))
-    words, *rest = ast.literal_eval(data.decode())
-    return _Request([os.fsdecode(word) for word in words], *rest, received)
+    words, folder, environ, files, leads = ast.literal_eval(data.decode())
+    words = [os.fsdecode(word) for word in words]
+    return _Request(words, folder, environ, files, leads, received)
 
 
 def _answer(
