@@ -348,11 +348,18 @@ def prune(  # noqa: PLR0913 - the run, the policy, and limits
 
 
 def _sync_newest(storage: Storage, listing: Listing) -> None:
-    """Sync the newest before an older one is removed: its saver may have died before the sync."""
+    """Sync the newest before an older one is removed: its saver may have died before the sync.
+
+    NotFoundError if another process has removed or replaced it since the listing.
+    """
     for newest in (listing.usable or listing.alive)[-1:]:
         folders = (f"{newest.path}/{newest.attempt}", newest.path) if newest.link is None else ()
-        for folder in (*folders, listing.root):
-            storage.sync(folder)
+        try:
+            for folder in (*folders, listing.root):
+                storage.sync(folder)
+        except FileNotFoundError as error:
+            text = f"{newest.path} was removed or replaced during the prune: prune again"
+            raise NotFoundError(text) from error
 
 
 def remove_dead_saves(storage: Storage, root: str, incarnation: Incarnation) -> None:

@@ -25,6 +25,7 @@ from dist_ckpt.core.commit.records.protections import (
 from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.commit.removal import (
     list_all_garbage,
+    remove,
     remove_all_garbage,
     remove_garbage,
     remove_superseded,
@@ -262,6 +263,20 @@ def test_what_a_start_goes_back_to_during_a_prune_is_not_removed(storage: Memory
     ):
         prune(storage, ROOT, last(1), is_whole=goes_back)
     assert steps(storage) == [1, 2]
+
+
+def test_nothing_is_removed_if_the_newest_goes_during_a_prune(storage: MemoryStorage) -> None:
+    """A strip or an overwrite replaces its attempt, and `rm` removes it."""
+    for step in (1, 2, 3):
+        committed(storage, step)
+
+    def goes(newest: RunCheckpoint) -> bool:
+        remove(storage, newest.path, list_attempts(storage, newest.path)[-1])
+        return True
+
+    with pytest.raises(NotFoundError, match="step-3 was removed or replaced during the prune"):
+        prune(storage, ROOT, last(1), is_whole=goes)
+    assert [len(list_attempts(storage, f"{ROOT}/step-{step}")) for step in (1, 2, 3)] == [1, 1, 0]
 
 
 def test_what_a_newer_start_has_saved_is_left(storage: MemoryStorage) -> None:
