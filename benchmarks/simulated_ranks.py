@@ -377,12 +377,14 @@ class SimulatedSave:
                 lambda *_: transaction.claim(self.storage, self.path, overwrite=True),
                 SaveAgreement[Attempt],
             )
-            transaction.join_attempt(self.storage, self.path, attempt)
+            transaction.set_attempt(self.storage, self.path, attempt)
             parts = parts_of(agreed.save_plan)
             own, *others = [one.receipt for one in parts]
             self.storage.listed = file_sizes([own, *others])
             self.channel.others["write"] = others
-            transaction.commit(agreed.encoded_catalog, IndexFields(1, {}, {}), lambda _: parts[0])
+            transaction.write_and_commit(
+                agreed.encoded_catalog, IndexFields(1, {}, {}), lambda _: parts[0]
+            )
         return agreed.save_plan
 
     def index(self) -> bytes:

@@ -4,5 +4,5 @@ A public method or option: `checkpointer.py`; the check of an option: `checkpoin
 A rule for when to save: a function such as `every` in `save_policy.py`.
 How ranks agree on a boundary: `barrier_rounds.py`; what they do there: `run_session.py`.
 A signal: `signals.py`. A request of another process: `rank_requests.py`.
-Hooks, metrics and pruning after a save: `after_save.py`. The restore point: `resume.py`.
+Hooks, metrics and pruning after a save: `maintenance.py`. The restore point: `resume.py`.
 """

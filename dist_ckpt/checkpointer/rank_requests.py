@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from dist_ckpt.checkpointer.after_save import MaintenanceThread
 from dist_ckpt.checkpointer.barrier_rounds import BarrierProposal
+from dist_ckpt.checkpointer.maintenance import MaintenanceThread
 from dist_ckpt.checkpointer.save_policy import SavePolicy
 from dist_ckpt.checkpointer.signals import Signals
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR

@@ -17,7 +17,6 @@ from torch.distributed import ProcessGroup
 
 from dist_ckpt.async_save.async_saver import AsyncSaver, open_root
 from dist_ckpt.async_save.trainer.writer_handle import SaveHandle
-from dist_ckpt.checkpointer.after_save import MaintenanceThread
 from dist_ckpt.checkpointer.barrier_rounds import (
     BarrierMember,
     BarrierProposal,
@@ -26,6 +25,7 @@ from dist_ckpt.checkpointer.barrier_rounds import (
     PollPolicy,
 )
 from dist_ckpt.checkpointer.checkpointer_options import RunOptions
+from dist_ckpt.checkpointer.maintenance import MaintenanceThread
 from dist_ckpt.checkpointer.rank_requests import ExternalRequests, RankRequests
 from dist_ckpt.checkpointer.resume import FOLDER, Resume, Resumed
 from dist_ckpt.checkpointer.save_policy import DEFAULT_SAVE

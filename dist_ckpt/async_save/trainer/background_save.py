@@ -371,7 +371,7 @@ def _stage(prepared: _BackgroundPreparation, save_id: str) -> BackgroundSave:
         if devices := local_state.cuda_devices:
             _copy_overlapped(prepared, save, images, devices)
         else:
-            local_state.local.synchronize()
+            local_state.state.synchronize()
             _copy(job, save, lambda: stage(arena, images, prepared.files))
     except BaseException as error:
         if save not in job.writer.saves:  # the other writers wait for this one
@@ -392,7 +392,7 @@ def _copy_overlapped(
     job, arena = prepared.job, prepared.arena
     job.pinned.pin(save.arena, arena.memory, devices[0])
     with job.streams.copies(devices) as device_copies:
-        late = prepared.local_state.local.changed_in_steps()
+        late = prepared.local_state.state.changed_in_steps()
         follow = stage_overlapped(arena, images, prepared.files, device_copies, late)
 
         def copy() -> None:

@@ -211,7 +211,7 @@ class WriterSave:
                 with phases.phase("claim"):
                     storage, staged = self._claim(channel, transaction)
                 with phases.phase("write"):
-                    decision = transaction.commit(
+                    decision = transaction.write_and_commit(
                         staged.encoded_catalog,
                         index_fields(staged.snapshot, staged.details),
                         partial(self._write, storage, staged),
@@ -265,7 +265,7 @@ class WriterSave:
                         incarnation=details.incarnation,
                     )
                 )
-        transaction.join_attempt(storage, path, claiming.result(Attempt))
+        transaction.set_attempt(storage, path, claiming.result(Attempt))
         self._attempt = transaction.attempt.name
         return storage, staged
 

@@ -1,5 +1,4 @@
 """The commands, a file each: parse, call, print.
 
-- A new command: a file with a function of the same name here. Options that several commands have,
-  and the output: `cli/`. The work itself: `tools/` or `runs/`.
+A new command is a file with a function of its name. Shared options: `cli/shared_options.py`.
 """

@@ -295,7 +295,7 @@ def _abandon_lower_rivals(
         if not is_decided(storage, path, other) and try_abandon(
             storage, path, other, by=by, reason=reason
         ):
-            # Do not wait until the commit: this save may need the space of the dead save.
+            # Do not wait until the commit: this save may need the space of the unfinished one.
             with suppress(StorageError):
                 remove(storage, path, other)
         elif not may_replace(other):

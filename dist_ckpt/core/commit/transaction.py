@@ -128,15 +128,15 @@ class Transaction:
                 claiming.gather(None)
                 if claiming.is_coordinator:
                     claiming.decide(transaction.claim(storage, path, overwrite=False))
-            transaction.join_attempt(storage, path, claiming.result(Attempt))
-            decision = transaction.commit(encoded_catalog, fields, write)
+            transaction.set_attempt(storage, path, claiming.result(Attempt))
+            decision = transaction.write_and_commit(encoded_catalog, fields, write)
             transaction.remove_superseded()
 
     If the block ends without a commit, the coordinator aborts the attempt. The error of the block
     is raised unchanged. `label` names the writer in the claim, such as a tool; by default the rank.
     """
 
-    # Set by `claim` or `join_attempt`.
+    # Set by `claim` or `set_attempt`.
     storage: Storage
     attempt: Attempt
 
@@ -215,11 +215,11 @@ class Transaction:
             f"more than you keep: free space, or save somewhere else"
         )
 
-    def join_attempt(self, storage: Storage, path: str, attempt: Attempt) -> None:
-        """Join the attempt that the coordinator has claimed. Every rank calls this."""
+    def set_attempt(self, storage: Storage, path: str, attempt: Attempt) -> None:
+        """Set the attempt that the coordinator has claimed. Every rank calls this."""
         self.storage, self._path, self.attempt = storage, path, attempt
 
-    def commit(
+    def write_and_commit(
         self,
         encoded_catalog: EncodedCatalog,
         fields: IndexFields,
@@ -443,7 +443,7 @@ def _unequal_replicas_text(groups_by_rank: Sequence[Mapping[str, Mapping[str, st
 
 
 def _describe_neighbours(storage: Storage, path: str) -> str:
-    """Return a text about the other checkpoints, and the dead saves, in the folder of `path`."""
+    """Return a text about other checkpoints and unfinished saves in the folder of `path`."""
     root, name = posixpath.split(path)
     folders = [entry.name for entry in list_entries(storage, root) if entry.kind == "folder"]
     others = [
@@ -453,9 +453,9 @@ def _describe_neighbours(storage: Storage, path: str) -> str:
         for status in list_statuses(storage, f"{root}/{folder}")
     ]
     committed = [status.nbytes for status in others if status.state == "committed"]
-    num_dead = sum(status.state in ("open", "abandoned") for status in others)
+    num_unfinished = sum(status.state in ("open", "abandoned") for status in others)
     return (
         f"{root} has {format_count(len(committed), 'other checkpoint')} of "
         f"{format_size(sum(committed))} (`dist-ckpt prune` removes some), and "
-        f"{format_count(num_dead, 'unfinished save')} (`dist-ckpt gc` removes dead ones)"
+        f"{format_count(num_unfinished, 'unfinished save')} (`dist-ckpt gc` removes dead ones)"
     )

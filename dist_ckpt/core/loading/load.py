@@ -284,7 +284,7 @@ def _open_and_check(
                 prepared, findings = _check(call, arguments, sources, stack)
                 gathered = checking.gather(findings)
                 if gathered is not None:
-                    checking.decide(decide_load(arguments.request, sources, gathered))
+                    checking.decide(decide_load(arguments.proposal, sources, gathered))
             decision = checking.result(LoadDecision)
         if not decision.is_gone:
             assert prepared is not None
@@ -303,10 +303,10 @@ def _open(
     encoded: tuple[bytes, ...] = ()
     with session.channel.exchange(f"open{suffix}") as opening:
         arguments = arguments or read_arguments(call)
-        requests = opening.gather(arguments.request)
-        if requests is not None:
+        proposals = opening.gather(arguments.proposal)
+        if proposals is not None:
             answer, checkpoints, encoded = resolve_checkpoints(
-                arguments.storages, requests, call.opener, leases
+                arguments.storages, proposals, call.opener, leases
             )
             opening.decide(answer)
     opened = opening.result(OpenedMessage)

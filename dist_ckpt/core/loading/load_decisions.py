@@ -31,12 +31,12 @@ from dist_ckpt.reports import find_slowest
 
 _log = logging.getLogger("dist_ckpt")
 
-# The fields of requests that must be equal on all ranks.
+# The fields of proposals that must be equal on all ranks.
 _COMPARED = ("path", "sources", "strict", "check_first", "read_once")
 
 
-class LoadRequest(Message, frozen=True):
-    """The request of one rank. The fields up to `read_once` must be equal on all ranks.
+class LoadProposal(Message, frozen=True):
+    """The proposal of one rank. The fields up to `read_once` must be equal on all ranks.
 
     `path` has all paths if there are several. `sources` has the key and the path of each source, in
     order. `keys` has the names and keys of `PerRank` values in this rank's template.
@@ -96,7 +96,7 @@ class ResolvedSources:
 class CheckFindings(Message, frozen=True):
     """The result of one rank's check.
 
-    `unclaimed` is a bitmap of the saved names that this rank does not request (`encode_bitmap`).
+    `unrequested` is a bitmap of the saved names that this rank does not request (`encode_bitmap`).
     `unmatched` has the problems of patterns that match no name on this rank. `makes_memory`,
     `assigns_values` and `loads_objects` are True for the steps in which this rank has work.
     `encoded_requests` has its block requests: b"" if the ranks can share nothing, None if they are
@@ -106,7 +106,7 @@ class CheckFindings(Message, frozen=True):
 
     problems: tuple[str, ...] = ()
     unmatched: tuple[str, ...] = ()
-    unclaimed: bytes = b""
+    unrequested: bytes = b""
     makes_memory: bool = False
     assigns_values: bool = False
     loads_objects: bool = False
@@ -191,20 +191,20 @@ def encode_bitmap(selected: Sequence[str], names: Sequence[str]) -> bytes:
 
 
 def resolve_checkpoints(
-    storages: Sequence[Storage], requests: Sequence[LoadRequest], opener: Opener, leases: ExitStack
+    storages: Sequence[Storage], proposals: Sequence[LoadProposal], opener: Opener, stack: ExitStack
 ) -> tuple[OpenedMessage, tuple[OpenCheckpoint, ...], tuple[bytes, ...]]:
     """Resolve the checkpoints, each on its storage. Coordinator only.
 
     Returns the answer, the checkpoints, and their encoded indexes if there are other ranks.
-    `leases` gets a lease on each checkpoint that a selector names. If several checkpoints are
+    `stack` gets a lease on each checkpoint that a selector names. If several checkpoints are
     missing, the error names all of them.
     """
-    check_equal_on_all_ranks("load", requests, _COMPARED)
+    check_equal_on_all_ranks("load", proposals, _COMPARED)
     checkpoints: list[OpenCheckpoint] = []
     errors: list[CheckpointError | ValueError] = []
-    for storage, source in zip(storages, requests[0].paths, strict=True):
+    for storage, source in zip(storages, proposals[0].paths, strict=True):
         try:
-            path = opener.resolve(storage, source, leases)
+            path = opener.resolve(storage, source, stack)
             checkpoints.append(OpenCheckpoint.at(storage, path, make=make_torch_value))
         except (CheckpointError, ValueError) as error:
             errors.append(error)
@@ -213,24 +213,24 @@ def resolve_checkpoints(
     if errors:
         raise errors[0]
     encoded: tuple[bytes, ...] = ()
-    if len(requests) > 1:
+    if len(proposals) > 1:
         encoded = tuple(index_json.encode(checkpoint.index) for checkpoint in checkpoints)
-    is_short = fits_exchange(sum(map(len, encoded)), len(requests))
-    mode = requests[0].read_once
-    num_hosts = len({request.host for request in requests}) if mode == "host" else 1
-    can_share = mode != "off" and num_hosts < len(requests)
+    is_short = fits_exchange(sum(map(len, encoded)), len(proposals))
+    mode = proposals[0].read_once
+    num_hosts = len({proposal.host for proposal in proposals}) if mode == "host" else 1
+    can_share = mode != "off" and num_hosts < len(proposals)
     opened = OpenedMessage(
         attempts=tuple((checkpoint.path, checkpoint.attempt) for checkpoint in checkpoints),
         indexes=encoded if is_short else None,
-        keys=_merge_keys(requests),
-        connection_generation=max(request.connection_generation for request in requests),
+        keys=_merge_keys(proposals),
+        connection_generation=max(proposal.connection_generation for proposal in proposals),
         shared_read_id=os.urandom(16).hex() if can_share else "",
     )
     return opened, tuple(checkpoints), encoded
 
 
 def decide_load(
-    request: LoadRequest, sources: ResolvedSources, findings: Sequence[CheckFindings]
+    proposal: LoadProposal, sources: ResolvedSources, findings: Sequence[CheckFindings]
 ) -> LoadDecision:
     """Return the decision after a check. IncompatibleError lists all problems of all ranks."""
     checkpoints = sources.checkpoints
@@ -242,11 +242,11 @@ def decide_load(
                 "the path is not on storage that all ranks share. Pass a path that is"
             )
         return LoadDecision(is_gone=True)
-    bitmaps = (int.from_bytes(result.unclaimed, "big") for result in findings)
+    bitmaps = (int.from_bytes(result.unrequested, "big") for result in findings)
     unexpected = sources.decode_bitmap(reduce(and_, bitmaps))
-    _check_fits(request, sources, findings, unexpected)
+    _check_fits(proposal, sources, findings, unexpected)
     ranks_share_blocks, encoded_requests = find_shared_requests(
-        [result.encoded_requests for result in findings], between_hosts=request.read_once == "job"
+        [result.encoded_requests for result in findings], between_hosts=proposal.read_once == "job"
     )
     return LoadDecision(
         unexpected=tuple(dict.fromkeys(name for _, names in unexpected for name in names)),
@@ -260,7 +260,7 @@ def decide_load(
 
 
 def _check_fits(
-    request: LoadRequest,
+    proposal: LoadProposal,
     sources: ResolvedSources,
     findings: Sequence[CheckFindings],
     unexpected: Sequence[tuple[OpenCheckpoint, Sequence[str]]],
@@ -271,7 +271,7 @@ def _check_fits(
     """
     problems = _merge_problems([result.problems for result in findings])
     unmatched = find_unmatched_on_all(result.unmatched for result in findings)
-    if request.strict:
+    if proposal.strict:
         label = "the checkpoint" if len(unexpected) == 1 else None
         problems += [
             unexpected_problem(names, label or checkpoint.path)
@@ -280,7 +280,7 @@ def _check_fits(
         ]
         problems += unmatched
     elif unmatched:
-        _log.warning("%s: %s", " and ".join(request.paths), listed(unmatched, "; "))
+        _log.warning("%s: %s", " and ".join(proposal.paths), listed(unmatched, "; "))
     if problems:
         lines = listed(["", *merge_similar(problems)], "\n  - ")
         paths = " and ".join(checkpoint.path for checkpoint in sources.checkpoints)
@@ -296,10 +296,10 @@ def sum_totals(totals: Sequence[RankTotals]) -> JobTotals:
     return JobTotals(nbytes_read, nbytes_placed, slowest, slowest_s)
 
 
-def _merge_keys(requests: Sequence[LoadRequest]) -> dict[str, tuple[Key, ...]]:
+def _merge_keys(proposals: Sequence[LoadProposal]) -> dict[str, tuple[Key, ...]]:
     merged: dict[str, dict[Key, None]] = {}
-    for request in requests:
-        for fqn, key in request.keys:
+    for proposal in proposals:
+        for fqn, key in proposal.keys:
             merged.setdefault(fqn, {})[key] = None
     return {fqn: tuple(keys) for fqn, keys in merged.items()}
 

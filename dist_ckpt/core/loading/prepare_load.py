@@ -18,7 +18,7 @@ from dist_ckpt.core.format.index.model_description import find_description_probl
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.loading.load_decisions import (
     CheckFindings,
-    LoadRequest,
+    LoadProposal,
     ResolvedSources,
     encode_bitmap,
 )
@@ -83,7 +83,7 @@ class LoadArguments:
     `counting` reads and counts the others. `selection` has the names to load.
     """
 
-    request: LoadRequest
+    proposal: LoadProposal
     template: Template
     storages: tuple[OverlayStorage, ...]
     counting: tuple[CountingStorage, ...]
@@ -93,7 +93,7 @@ class LoadArguments:
     def with_paths(self, paths: Sequence[str]) -> LoadArguments:
         """Return the arguments with resolved paths instead of selectors."""
         path = paths[0] if len(paths) == 1 else tuple(paths)
-        return replace(self, request=structs.replace(self.request, path=path))
+        return replace(self, proposal=structs.replace(self.proposal, path=path))
 
     def resolve_selection(self, sources: ResolvedSources) -> Selection | Scopes:
         """Return the selection with resolved paths instead of selectors."""
@@ -120,7 +120,7 @@ def read_arguments(call: LoadCall) -> LoadArguments:
         group_ranks=session.group_ranks,
     )
     selection = _parse_selections(options, source_uses, template)
-    request = LoadRequest(
+    proposal = LoadProposal(
         path=paths[0] if len(paths) == 1 else paths,
         sources=tuple((use.key, paths[use.number]) for use in source_uses),
         strict=options.strict,
@@ -139,7 +139,7 @@ def read_arguments(call: LoadCall) -> LoadArguments:
     storages = tuple(map(OverlayStorage, counting))
     for storage in storages:
         storage.serve(call.memory.uncommitted)
-    return LoadArguments(request, template, storages, counting, source_uses, selection)
+    return LoadArguments(proposal, template, storages, counting, source_uses, selection)
 
 
 def _parse_selections(
@@ -240,9 +240,9 @@ def prepare_load(
                 for checkpoint, requests in zip(sources.checkpoints, wanted, strict=False)
             ),
         )
-        unclaimed = encode_bitmap(binding.unclaimed, _list_saved_names(sources, saved))
+        unrequested = encode_bitmap(binding.unrequested, _list_saved_names(sources, saved))
         if problems:
-            return None, CheckFindings(problems, binding.unmatched, unclaimed)
+            return None, CheckFindings(problems, binding.unmatched, unrequested)
     files = plan_and_open(
         sources.checkpoints, wanted, saved, threads=session.settings.threads, stack=stack
     )
@@ -251,7 +251,7 @@ def prepare_load(
     is_short = fits_exchange(len(encoded), session.channel.world_size)
     findings = CheckFindings(
         unmatched=binding.unmatched,
-        unclaimed=unclaimed,
+        unrequested=unrequested,
         makes_memory=binding.makes_memory,
         assigns_values=binding.assigns_values,
         loads_objects=binding.loads_objects,
@@ -300,7 +300,7 @@ def _build_saved_tree(
 
 
 def _list_saved_names(sources: ResolvedSources, saved: SavedTree) -> Sequence[str]:
-    """Return all saved names, in the form that `Binding.unclaimed` uses."""
+    """Return all saved names, in the form that `Binding.unrequested` uses."""
     if not saved.origins:
         return sources.names
     numbered = enumerate(sources.checkpoints)

@@ -201,7 +201,7 @@ class ReadItem:
     fqn: str
     tensor: str
     dtype: str
-    match: CellOverlap
+    overlap: CellOverlap
 
 
 # The reads of one rank: the items of each shard file, by the ascending number of the file.

@@ -26,8 +26,8 @@ class AgreedPlan:
     """A plan and its input: this rank's inventory, and the encoded `inventories` of all ranks.
 
     The plan is valid until the inventory of a rank changes. `encoded_catalog` is the catalog as in
-    an index. `nbytes_to_write` counts all ranks, without files that may be linked. `save_name` is
-    the name of the first save with this plan, "" before that save.
+    an index. `nbytes_to_write` counts all ranks, without files that may be linked.
+    `first_save_name` is the name of the first save with this plan, "" before that save.
     """
 
     inventory: Inventory
@@ -35,7 +35,7 @@ class AgreedPlan:
     save_plan: SavePlan
     encoded_catalog: EncodedCatalog
     nbytes_to_write: int
-    save_name: str = ""
+    first_save_name: str = ""
 
 
 @dataclass(slots=True)
@@ -79,9 +79,9 @@ class SaveArguments(Message, frozen=True):
 class SaveProposal(Message, frozen=True):
     """The arguments of a rank, and its cache.
 
-    `cached` is the `save_name` of the cached plan if that plan is valid on this rank, else "".
-    `connection_generation` numbers the bulk connections. `unmatched` has a text for each pattern
-    that matches nothing on this rank.
+    `cached` is the `first_save_name` of the cached plan if that plan is valid on this rank, else
+    "". `connection_generation` numbers the bulk connections. `unmatched` has a text for each
+    pattern that matches nothing on this rank.
     """
 
     arguments: SaveArguments
@@ -139,13 +139,14 @@ def agree(
             prepared.accept_plan(cached)
         else:
             cached = None
-        cached_name, generation = cached.save_name if cached else "", session.collective.generation
-        proposal = SaveProposal(prepared.arguments, cached_name, generation, prepared.unmatched)
+        first_name = cached.first_save_name if cached else ""
+        generation = session.collective.generation
+        proposal = SaveProposal(prepared.arguments, first_name, generation, prepared.unmatched)
         if (proposals := agreeing.gather(proposal)) is not None:
-            is_cached = compare_proposals(proposals)
-            save_name = claim(prepared, cached) if is_cached and cached is not None else None
+            is_plan_valid = check_proposals(proposals)
+            name = claim(prepared, cached) if is_plan_valid and cached is not None else None
             generation = max(proposal.connection_generation for proposal in proposals)
-            agreeing.decide(SaveAgreement(save_name, generation))
+            agreeing.decide(SaveAgreement(name, generation))
     agreement = agreeing.result(agreement_type)
     if agreement.name is not None and cached is not None:
         return prepared, agreement.name, cached
@@ -158,11 +159,11 @@ def agree(
             planning.decide(SaveAgreement(claim(prepared, plan), agreement.connection_generation))
     chosen = planning.result(agreement_type).name
     assert chosen is not None
-    session.cache(SaveCache).plan = replace(plan, save_name=str(chosen))
+    session.cache(SaveCache).plan = replace(plan, first_save_name=str(chosen))
     return prepared, chosen, plan
 
 
-def compare_proposals(proposals: Sequence[SaveProposal]) -> bool:
+def check_proposals(proposals: Sequence[SaveProposal]) -> bool:
     """Return True if the cached plan is valid on all ranks.
 
     ValueError if the arguments differ, or a pattern matches nothing on any rank.

@@ -133,7 +133,7 @@ class LocalSaveState:
         self.num_sampled = 0  # replicas of which only a sample was compared
         self._cache = session.cache(_RankCache)
         self._rank = session.channel.rank
-        self.local = state
+        self.state = state
 
     @staticmethod
     def read(
@@ -173,7 +173,7 @@ class LocalSaveState:
     @property
     def cuda_devices(self) -> Sequence[torch.device]:
         """The CUDA devices of its tensors."""
-        parts = (part for parts in self.local.parts.values() for part in parts)
+        parts = (part for parts in self.state.parts.values() for part in parts)
         devices = {part.device for part in parts if part.is_cuda}
         return sorted(devices, key=str)
 
@@ -190,7 +190,7 @@ class LocalSaveState:
         """
         with paused_collector():
             part = self._rank_plan(plan)
-        objects = encode_objects_files(plan, self.local, self._rank, metadata)
+        objects = encode_objects_files(plan, self.state, self._rank, metadata)
         if self._rank == 0:
             objects |= {filenames.attached_file(name): data for name, data in attached.items()}
         return RankFiles(
@@ -223,7 +223,7 @@ class LocalSaveState:
 
     def _reader_of(self, origins: Sequence[Origin], number: int) -> CellReader:
         fqn, cell_number, part = origins[number]
-        reader = self.local.reader(fqn, cell_number)
+        reader = self.state.reader(fqn, cell_number)
         return reader if part is None else reader.part(part)
 
     def _digests(
@@ -238,7 +238,7 @@ class LocalSaveState:
             is_whole = whole_nbytes >= 0
             self.num_sampled += not is_whole and reader.nbytes > _WHOLE_NBYTES
             digests[name] = digest_whole(reader) if is_whole else digest_sample(reader, name)
-        values = {**self.local.per_rank, **self.local.values}
+        values = {**self.state.per_rank, **self.state.values}
         digests |= {fqn: document_digest(encode_value(values[fqn])) for fqn in group.values}
         return digests
 

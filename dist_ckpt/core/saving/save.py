@@ -146,14 +146,15 @@ def save_together(
                 partial(_claim, transaction, options),
                 SaveAgreement[Attempt],
             )
-            transaction.join_attempt(prepared.storage, prepared.arguments.path, attempt)
+            transaction.set_attempt(prepared.storage, prepared.arguments.path, attempt)
             carried = None if source is None else source.plan_names(plan.save_plan)
         cache = session.cache(SaveCache)
         writer = _RankWriter(session, options, prepared, plan, carried, lease_stack)
         with phases.phase("write"):
             encoded_catalog = (plan if carried is None else carried).encoded_catalog
+            fields = options.index_fields()
             try:
-                decision = transaction.commit(encoded_catalog, options.index_fields(), writer.write)
+                decision = transaction.write_and_commit(encoded_catalog, fields, writer.write)
             except UnequalReplicasError:
                 cache.plan = None  # with a new plan, the next save compares in full again
                 raise
@@ -245,7 +246,7 @@ class _RankWriter:
         local_state, carried = self.prepared.local_state, self.carried
         receipts: tuple[FileReceipt, ...] = ()
         linked = IoCount()
-        local_state.local.synchronize()
+        local_state.state.synchronize()
         metadata, attached = self.options.all_metadata(), self.prepared.attached
         files = local_state.files(self.plan.save_plan, step, metadata, attached)
         if carried is not None:

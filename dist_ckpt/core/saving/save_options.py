@@ -130,8 +130,8 @@ class SaveOptions:
         )
 
     def replica_digests(self, local_state: LocalSaveState, plan: AgreedPlan) -> ReplicaDigests:
-        """Return the digests of this rank's replicas. A new plan has no name of a save yet."""
-        whole_nbytes = FIRST_NBYTES if not plan.save_name else 0
+        """Return the digests of this rank's replicas. The first save of a plan compares in full."""
+        whole_nbytes = FIRST_NBYTES if not plan.first_save_name else 0
         return local_state.replica_digests(
             plan.save_plan, whole_nbytes=inf if self.check_replicas == "all" else whole_nbytes
         )

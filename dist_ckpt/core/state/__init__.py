@@ -2,7 +2,7 @@
 
 - A new class of leaf, or object in a state: `tree/state_tree.py`. What a save collects:
   `inventory_builder.py`. Where a load puts a saved name: `binding/`.
-- A new tensor class: `tensors/read_tensor.py`. A tensor subclass made of inner tensors:
+- A new tensor class: `tensors/locate_tensor.py`. A tensor subclass made of inner tensors:
   `tensors/tensor_subclasses.py`; one that a load creates: `binding/new_subclasses.py`.
 - An optimizer with another `state_dict`, or other keys in it: `optimizer_state.py`; the names of
   its parameters: `named_optimizers.py`; its load: `binding/bind_optimizers.py`.

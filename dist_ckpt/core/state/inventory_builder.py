@@ -28,8 +28,8 @@ from dist_ckpt.core.state.named_optimizers import (
 from dist_ckpt.core.state.optimizer_state import GROUPS, STATE, check_reported
 from dist_ckpt.core.state.sharding_rules import ShardingRules, find_job_mesh
 from dist_ckpt.core.state.tensors.local_tensors import is_array, is_ordinary
+from dist_ckpt.core.state.tensors.locate_tensor import LocalTensor, describe_source, tie_key
 from dist_ckpt.core.state.tensors.plain_torch import without_tensors
-from dist_ckpt.core.state.tensors.read_tensor import LocalTensor, describe_source, tie_key
 from dist_ckpt.core.state.tree.containers import PathKey, State, child_name
 from dist_ckpt.core.state.tree.state_tree import (
     Branch,

@@ -54,8 +54,8 @@ from dist_ckpt.core.shard_io.read.block_reads import CellTargets
 from dist_ckpt.core.shard_io.read.open_files import OpenFiles, open_files
 from dist_ckpt.core.state.inventory_builder import LocalState
 from dist_ckpt.core.state.tensors.local_tensors import class_name, torch_dtype
+from dist_ckpt.core.state.tensors.locate_tensor import describe_source
 from dist_ckpt.core.state.tensors.plain_torch import without_tensors
-from dist_ckpt.core.state.tensors.read_tensor import describe_source
 from dist_ckpt.core.state.tensors.tensor_subclasses import is_wrapper_subclass
 from dist_ckpt.core.state.tree.containers import child_name, is_mapping
 from dist_ckpt.errors import IncompatibleError

@@ -225,7 +225,7 @@ def average_together(
             plan = _plan_and_claim(session, call, transaction, sources, agreed)
         with phases.phase("write"):
             newest = plan.sources[-1].index
-            decision = transaction.commit(
+            decision = transaction.write_and_commit(
                 EncodedCatalog(newest.catalog),
                 _index_fields(plan.sources),
                 partial(_write, session, plan, call.progress),
@@ -309,7 +309,7 @@ def _plan_and_claim(
             nbytes = sources[-1].index.nbytes
             attempt = transaction.claim(storage, path, overwrite=options.overwrite, nbytes=nbytes)
             planning.decide(attempt)
-    transaction.join_attempt(storage, path, planning.result(Attempt))
+    transaction.set_attempt(storage, path, planning.result(Attempt))
     return _AveragePlan(sources, averaged, assignments, storage)
 
 

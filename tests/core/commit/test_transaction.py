@@ -59,7 +59,7 @@ def write_to(storage: Storage) -> Callable[[str], RankWriteResult]:
 def committed(storage: Storage, *, overwrite: bool = False) -> CommitDecision:
     with Transaction(SingleProcessChannel()) as transaction:
         transaction.claim(storage, PATH, overwrite=overwrite)
-        decision = transaction.commit(CATALOG, FIELDS, write_to(storage))
+        decision = transaction.write_and_commit(CATALOG, FIELDS, write_to(storage))
         transaction.remove_superseded()
     return decision
 
@@ -115,12 +115,12 @@ def test_a_rank_that_has_not_claimed_the_attempt_leaves_it_to_the_coordinator():
 
         def participant() -> None:
             with Transaction(SingleProcessChannel()) as transaction:
-                transaction.join_attempt(storage, PATH, attempt)
+                transaction.set_attempt(storage, PATH, attempt)
                 raise ZeroDivisionError
 
         with pytest.raises(ZeroDivisionError):
             participant()
-        coordinator.commit(CATALOG, FIELDS, write_to(storage))
+        coordinator.write_and_commit(CATALOG, FIELDS, write_to(storage))
     assert attempts.find_checkpoint(storage, PATH)[0] == attempt
 
 
@@ -132,7 +132,7 @@ def test_an_error_after_the_commit_leaves_the_storage_alone():
         nonlocal calls
         with Transaction(SingleProcessChannel()) as transaction:
             transaction.claim(storage, PATH, overwrite=False)
-            transaction.commit(CATALOG, FIELDS, write_to(storage))
+            transaction.write_and_commit(CATALOG, FIELDS, write_to(storage))
             calls = storage.calls
             raise RuntimeError
 
@@ -150,7 +150,7 @@ def test_an_abort_that_fails_is_logged_and_the_first_error_is_raised(
 
     def block() -> None:
         with Transaction(SingleProcessChannel()) as transaction:
-            transaction.join_attempt(storage, PATH, transaction.claim(disk, PATH, overwrite=False))
+            transaction.set_attempt(storage, PATH, transaction.claim(disk, PATH, overwrite=False))
             raise RuntimeError("mine")
 
     with pytest.raises(RuntimeError, match="mine"):
@@ -217,15 +217,15 @@ class SilentExchange(SingleProcessExchange):
 def without_answer(storage: Storage, attempt: Attempt) -> CommitDecision:
     """Commit as a rank that is given no answer."""
     with Transaction(SilentChannel()) as transaction:
-        transaction.join_attempt(storage, PATH, attempt)
-        return transaction.commit(CATALOG, FIELDS, lambda _: RankWriteResult((), (), 0.0))
+        transaction.set_attempt(storage, PATH, attempt)
+        return transaction.write_and_commit(CATALOG, FIELDS, lambda _: RankWriteResult((), (), 0.0))
 
 
 def test_a_rank_without_an_answer_finds_that_the_attempt_is_committed():
     storage = MemoryStorage()
     with Transaction(SingleProcessChannel()) as transaction:
         attempt = transaction.claim(storage, PATH, overwrite=False)
-        decision = transaction.commit(CATALOG, FIELDS, write_to(storage))
+        decision = transaction.write_and_commit(CATALOG, FIELDS, write_to(storage))
         found = without_answer_after_the_claim(storage, attempt)
     assert found == replace_rank(decision, 1)
 

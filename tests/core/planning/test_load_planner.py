@@ -167,7 +167,7 @@ def test_only_the_shards_that_hold_wanted_rows_are_read() -> None:
     want = TensorRequest("model.w", "float32", (64, 4), (Region((20, 1), (5, 2)),))
     reads = plan_load(index_of(plan), [want])
     assert [*reads] == [2, 3]
-    assert [str(item.match.common) for items in reads.values() for item in items] == [
+    assert [str(item.overlap.common) for items in reads.values() for item in items] == [
         "20:24,1:3",
         "24:25,1:3",
     ]
@@ -260,7 +260,7 @@ def test_a_cell_that_is_stored_as_it_is_wanted_is_a_whole_match(
     index = index_of(plan_save([(inventory_of(tilings, 0), (0, 1))], 2))
     cells = compute_layout(MeshPlaced(line(2), (loading,)), (4, 2)).cell(0)
     reads = plan_load(index, [TensorRequest("model.w", "float32", (4, 2), (cells,))])
-    found = [item.match.is_whole for items in reads.values() for item in items]
+    found = [item.overlap.is_whole for items in reads.values() for item in items]
     assert all(found) == any(found) == (saving == loading)
 
 
@@ -274,4 +274,4 @@ def test_cells_of_a_replicated_grid_are_read_from_the_rank_that_stored_them() ->
         want = TensorRequest(f"model.{n}", "float32", (4, 2), (Region.whole((4, 2)),))
         for file, items in plan_load(index, [want]).items():
             stored = files[0, index.files[file].rank]
-            assert all((item.fqn, item.match.stored) in stored for item in items)
+            assert all((item.fqn, item.overlap.stored) in stored for item in items)

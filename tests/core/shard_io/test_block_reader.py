@@ -635,7 +635,7 @@ def test_a_shard_that_the_file_lacks_or_has_in_another_shape_is_refused() -> Non
     storage, index, saved = two_ranks()
     plan = plan_of(index, [want(saved, "model.w")])
     file, items = next(iter(plan.items()))
-    lost = replace(items[0], match=replace(items[0].match, stored=Region((0, 0), (12, 8))))
+    lost = replace(items[0], overlap=replace(items[0].overlap, stored=Region((0, 0), (12, 8))))
     broken = {file: (lost,)}
     with pytest.raises(CorruptError, match=r"lacks model\.w\[0:12,0:8\]"):
         open_files.open_files(storage, FOLDER, index, broken, threads=1)

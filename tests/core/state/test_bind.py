@@ -103,7 +103,7 @@ def test_every_problem_of_names_and_kinds_is_listed_at_once() -> None:
     assert "step: saved as a value without tensors, the state has a tensor" in text
     assert "own: saved as a per-rank value, the state has a value" in text
     assert "the checkpoint lacks m.new" in text
-    assert binding.unclaimed == ("gone",)
+    assert binding.unrequested == ("gone",)
     assert binding.missing == ("m.new",)
 
 
@@ -113,7 +113,7 @@ def test_without_strict_names_may_be_missing_but_shapes_must_fit() -> None:
     binding = load(saved, state, strict=False)
     assert state["c"] == 5
     assert binding.missing == ("c",)
-    assert binding.unclaimed == ("b",)
+    assert binding.unrequested == ("b",)
     refuses({"a": torch.zeros(3)}, saved, "shape", strict=False)
 
 
@@ -137,7 +137,7 @@ def test_a_template_with_more_or_fewer_tensors_than_saved_still_finds_the_values
     state: dict[str, Any] = {"train": {"step": 0}}
     binding = with_tensor.bind(state)
     assert binding.problems == ()
-    assert binding.unclaimed == ("train.loss",)
+    assert binding.unrequested == ("train.loss",)
 
     without = save({"train": {"step": 5, "loss": None}})
     state = {"train": {"step": 0, "loss": torch.zeros(1)}}
@@ -540,7 +540,7 @@ def test_other_keys_than_saved_follow_the_policy_of_the_template() -> None:
     binding = load(saved, kept, world_size=2, keys=keys)
     assert kept["p"].value == -1
     assert binding.dropped == ("p",)
-    assert binding.unclaimed == ()
+    assert binding.unrequested == ()
     merged = state(lambda values, key: (sum(values.values()), key))
     load(saved, merged, world_size=2, keys=keys)
     assert merged["p"].value == (3, ("dp", 0))
@@ -671,7 +671,7 @@ def test_include_and_exclude_cut_both_sides() -> None:
     state = {"m": {"a": torch.zeros(1), "b": torch.zeros(2), "c": torch.zeros(1)}, "other": 5}
     binding = load(saved, state, include="m", exclude=["m.b", "m.c"])
     assert state["m"]["a"] == 1  # type: ignore[index]
-    assert (binding.missing, binding.unclaimed) == ((), ())
+    assert (binding.missing, binding.unrequested) == ((), ())
     opened: dict[str, Any] = {}
     load(saved, opened, include="m.a")
     assert opened == {"m": {"a": torch.ones(1)}}
@@ -715,11 +715,11 @@ def test_a_rename_that_does_not_fit_the_checkpoint_is_a_problem() -> None:
     refuses({"a": {"w": torch.ones(1)}}, saved, "matches no saved name", rename={"b.*": "c.*"})
 
 
-def test_what_a_rename_leaves_without_a_place_is_unclaimed() -> None:
+def test_what_a_rename_leaves_without_a_place_is_unrequested() -> None:
     saved = save({"a": {"w": torch.ones(1)}})
     binding = saved.bind({"a": {"w": torch.ones(1)}}, rename={"a": "b"})
     assert binding.missing == ("a.w",)
-    assert binding.unclaimed == ("a.w",)
+    assert binding.unrequested == ("a.w",)
 
 
 def test_a_key_of_another_class_than_saved_is_a_problem() -> None:
@@ -801,7 +801,7 @@ def test_a_name_that_begins_like_another_is_not_inside_it(state: Any, template: 
     mine["inner"].pop("w")
     state["inner"].pop("w")
     assert mine == state
-    assert binding.unclaimed == ()
+    assert binding.unrequested == ()
 
 
 def test_a_tensor_and_what_begins_with_its_name_both_come_back() -> None:

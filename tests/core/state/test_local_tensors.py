@@ -1,4 +1,4 @@
-"""Dtypes and arrays; which tensors are refused is tested in test_read_tensor.py."""
+"""Dtypes and arrays; which tensors are refused is tested in test_locate_tensor.py."""
 
 from __future__ import annotations
 

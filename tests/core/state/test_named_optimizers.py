@@ -392,7 +392,7 @@ def test_state_that_is_excluded_or_fails_to_load_is_not_dropped() -> None:
     assert equal(bits(model, optimizer), before)
 
 
-def test_saved_state_of_a_parameter_that_is_gone_is_unclaimed() -> None:
+def test_saved_state_of_a_parameter_that_is_gone_is_unrequested() -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, 1)
@@ -400,8 +400,8 @@ def test_saved_state_of_a_parameter_that_is_gone_is_unclaimed() -> None:
     part = torch.optim.AdamW(list(model.parameters())[:1])
     binding = checkpoint.bind({"model": model, "optim": part})
     assert not binding.problems
-    assert "optim.state.model.2.weight.exp_avg" in binding.unclaimed
-    assert "optim.state.model.0.weight.exp_avg" not in binding.unclaimed
+    assert "optim.state.model.2.weight.exp_avg" in binding.unrequested
+    assert "optim.state.model.0.weight.exp_avg" not in binding.unrequested
 
 
 def test_a_group_takes_the_hyperparameters_that_its_parameters_were_saved_with() -> None:

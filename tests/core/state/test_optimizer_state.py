@@ -602,4 +602,4 @@ def test_names_as_in_the_module_alone_are_found_unless_two_parameters_share_one(
     both = torch.optim.AdamW([*other.parameters(), *twin.parameters()])
     binding = load(checkpoint, {"net": other, "twin": twin, "optim": both}, strict=False)
     assert not both.state
-    assert "optim.state.0.weight.exp_avg" in binding.unclaimed
+    assert "optim.state.0.weight.exp_avg" in binding.unrequested

@@ -59,7 +59,7 @@ def loaded(written: InMemory, make: Make, mesh: Sequence[int], placements: Any) 
         state = make(part)
         binding = written.bind(state, rank=rank, world_size=world_size)
         assert binding.problems == ()
-        assert binding.unclaimed == ()
+        assert binding.unrequested == ()
         written.finish(binding)
         yield state, part
 

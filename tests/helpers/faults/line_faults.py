@@ -52,7 +52,7 @@ class InjectedError(Exception):
 VERDICT = (
     "Transaction._commit_and_answer",
     "Transaction._write",
-    "Transaction.commit",
+    "Transaction.write_and_commit",
     "Exchange.decide",
     "Exchange.__exit__",
     "_StoreExchange._end",

@@ -13,7 +13,7 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder, find_root_id, make_job_name
-from dist_ckpt.checkpointer.after_save import MaintenanceThread
+from dist_ckpt.checkpointer.maintenance import MaintenanceThread
 from dist_ckpt.core.format.filenames import ROOT_ID
 from dist_ckpt.core.storage import open_storage
 

@@ -316,7 +316,7 @@ def plan_of(index: Index, wanted: Iterable[TensorRequest]) -> LoadPlan:
                             fqn=want.fqn,
                             tensor=want.fqn,
                             dtype=want.dtype,
-                            match=CellOverlap.of(stored, source, part, cell, target, common),
+                            overlap=CellOverlap.of(stored, source, part, cell, target, common),
                         )
                         items.setdefault(file, []).append(item)
     return {n: tuple(items[n]) for n in sorted(items)}

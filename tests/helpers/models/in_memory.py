@@ -160,8 +160,8 @@ def load(checkpoint: InMemory, state: Any, **options: Any) -> Binding:
     """Load into a state of one rank; problems are raised as a load raises them."""
     binding = checkpoint.bind(state, **options)
     problems = list(binding.problems)
-    if binding.unclaimed and options.get("strict", True):
-        problems.append(unexpected_problem(binding.unclaimed))
+    if binding.unrequested and options.get("strict", True):
+        problems.append(unexpected_problem(binding.unrequested))
     if problems:
         raise IncompatibleError("\n".join(problems))
     checkpoint.finish(binding)

@@ -272,18 +272,20 @@ def load(
     for file, items in plan_load(index, wanted).items():
         record = index.files[file]
         for item in items:
-            match = item.match
-            stored = files[record.component, record.rank][item.tensor, match.stored]
+            overlap = item.overlap
+            stored = files[record.component, record.rank][item.tensor, overlap.stored]
             shape = shapes[item.fqn]
-            memory = stored[match.source.start : match.source.start + match.source.region.numel]
-            sources = dict(zip(elements_of(match.source.region, shape), memory, strict=True))
-            target = targets[item.fqn, match.requested_number]
-            places = {e: n for n, e in enumerate(elements_of(match.target.region, shape))}
-            copied = elements_of(match.common, shape)
-            if match.is_whole:
+            memory = stored[
+                overlap.source.start : overlap.source.start + overlap.source.region.numel
+            ]
+            sources = dict(zip(elements_of(overlap.source.region, shape), memory, strict=True))
+            target = targets[item.fqn, overlap.requested_number]
+            places = {e: n for n, e in enumerate(elements_of(overlap.target.region, shape))}
+            copied = elements_of(overlap.common, shape)
+            if overlap.is_whole:
                 assert len(copied) == len(stored) == len(target), f"{item} is not whole"
             for element in copied:
-                place = match.target.start + places[element]
+                place = overlap.target.start + places[element]
                 assert target[place] == -1, f"{item} fills element {element} again"
                 target[place] = sources[element]
     return targets

@@ -47,8 +47,7 @@ class Exchange(ABC):
         total = counting.result(int)
 
     A rank does its part of the work before `gather`; the rest of the block is for the coordinator.
-    After `decide`, an error on rank 0 is not sent to the others. `gather` and `decide` are
-    optional.
+    After `decide`, an error of rank 0 is not sent. `gather` and `decide` are optional.
     """
 
     is_coordinator: bool

@@ -40,8 +40,8 @@ class PollInterval:
         joining_s = min(settings.join_warning_s / 2, settings.join_timeout_s / 4)
         self._look_s = min(1.0, settings.heartbeat_timeout_s / 10, joining_s)
         self._began_at = running_time()
-        self._look_at = self._began_at + self._look_s
-        self._compare_s, self._compare_at = settings.join_warning_s, settings.join_warning_s
+        self._next_read_at = self._began_at + self._look_s
+        self._compare_s, self._next_comparison_at = settings.join_warning_s, settings.join_warning_s
         self.has_warned = False
 
     @property
@@ -56,16 +56,16 @@ class PollInterval:
     def is_look_due(self) -> bool:
         """Return True, at intervals, if it is time to read the heartbeats."""
         now = running_time()
-        if now < self._look_at:
+        if now < self._next_read_at:
             return False
-        self._look_at = now + self._look_s
+        self._next_read_at = now + self._look_s
         return True
 
     def is_compare_due(self) -> bool:
         """Return True, each `join_warning_s`, if it is time to compare the calls of the ranks."""
-        if self.waited_s < self._compare_at:
+        if self.waited_s < self._next_comparison_at:
             return False
-        self._compare_at = self.waited_s + self._compare_s
+        self._next_comparison_at = self.waited_s + self._compare_s
         return True
 
 

@@ -84,26 +84,26 @@ def plan_load(index: Index, wanted: Iterable[TensorRequest]) -> LoadPlan:
         record = catalog.tensors[tensor]
         layout = catalog.layouts[record.layout]
         key = record.layout, record.shape, request.cells
-        matches = overlaps.get(key)
-        if matches is None:
+        cell_overlaps = overlaps.get(key)
+        if cell_overlaps is None:
             if key[:2] not in candidates:
                 candidates[key[:2]] = _build_candidates(layout.cut, record.shape)
-            computed = _match_cells(layout.cut, record.shape, request.cells, candidates[key[:2]])
-            matches = overlaps[key] = tuple(computed)
-        for number, match in matches:
+            computed = _find_overlaps(layout.cut, record.shape, request.cells, candidates[key[:2]])
+            cell_overlaps = overlaps[key] = tuple(computed)
+        for number, overlap in cell_overlaps:
             holder = layout.holder(number, record.rotation)
             file = files.get((record.component, holder))
             if file is None:
                 component = catalog.components[record.component].name
                 raise CorruptError(
-                    f"{tensor}[{match.stored}]: the index of {index.attempt} has no file of rank "
+                    f"{tensor}[{overlap.stored}]: the index of {index.attempt} has no file of rank "
                     f"{holder} for component {component!r}; load an older checkpoint"
                 )
-            items.setdefault(file, []).append(ReadItem(request.fqn, tensor, record.dtype, match))
+            items.setdefault(file, []).append(ReadItem(request.fqn, tensor, record.dtype, overlap))
     return {file: tuple(items[file]) for file in sorted(items)}
 
 
-def _match_cells(
+def _find_overlaps(
     cut: Cut, shape: Shape, cells: Sequence[Cell], candidates: _Candidates
 ) -> Iterator[tuple[int, CellOverlap]]:
     sources: dict[int, tuple[RegionPiece, ...]] = {}

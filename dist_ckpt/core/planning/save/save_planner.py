@@ -292,7 +292,7 @@ def _merge_tensors(
     for number, sent in enumerate(distinct):
         for entry in sent.inventory.tensors:
             entries_by_name.setdefault(entry.fqn, []).append((number, entry))
-    distinct_views, nothing = list(views), views.get(Parts(()))
+    distinct_views, empty_view = list(views), views.get(Parts(()))
     # There are few combinations of inventories, views and shapes: merge each once.
     merged: dict[tuple[tuple[int, int, Shape], ...], tuple[Shape, Layout] | ValueError] = {}
     layouts: dict[Layout, Layout] = {}
@@ -310,30 +310,30 @@ def _merge_tensors(
                 merged[key] = error
         ownership = merged[key]
         # The dtype of a rank that holds no part of the tensor does not matter.
-        holding = [e for e, (_, view, _) in zip(entries, key, strict=True) if view != nothing]
-        reports = [(distinct[n], entry) for n, entry in holding or entries]
-        disagreements = _find_disagreements(reports) if len(entries) > 1 else []
+        holding = [e for e, (_, view, _) in zip(entries, key, strict=True) if view != empty_view]
+        compared = [(distinct[n], entry) for n, entry in holding or entries]
+        disagreements = _find_disagreements(compared) if len(entries) > 1 else []
         if isinstance(ownership, ValueError):
             disagreements.append(str(ownership))
         elif not disagreements:
             try:
-                check_shape(ownership[0], DTYPES[reports[0][1].dtype].itemsize)
+                check_shape(ownership[0], DTYPES[compared[0][1].dtype].itemsize)
             except ValueError as error:
                 disagreements.append(f"{error}: store it in another shape")
         problems += (f"{fqn}: {problem}" for problem in disagreements)
         if not disagreements and not isinstance(ownership, ValueError):
-            sent, entry = reports[0]
+            sent, entry = compared[0]
             component = sent.inventory.components[entry.component]
             tensors[fqn] = _Tensor(entry.dtype, ownership[0], component, ownership[1])
     return tensors
 
 
 def _find_disagreements(
-    reports: Sequence[tuple[inventories.DistinctInventory, TensorEntry]],
+    compared: Sequence[tuple[inventories.DistinctInventory, TensorEntry]],
 ) -> list[str]:
-    dtypes = [(entry.dtype, sent.ranks) for sent, entry in reports]
+    dtypes = [(entry.dtype, sent.ranks) for sent, entry in compared]
     components = [
-        (sent.inventory.components[entry.component], sent.ranks) for sent, entry in reports
+        (sent.inventory.components[entry.component], sent.ranks) for sent, entry in compared
     ]
     return [
         f"{label} {difference_text(values)}"

@@ -115,7 +115,7 @@ class BlockReader:
             (item,) = first.items
             memory = self._mark_touched(item).memory()
             assert memory is not None
-            start = first.span.start + item.match.shift * DTYPES[item.dtype].itemsize
+            start = first.span.start + item.overlap.shift * DTYPES[item.dtype].itemsize
             self.fetch(file, read, memory[start : start + read.span.nbytes])
             return read.span.nbytes
         with self._slots.borrow() as slot:
@@ -198,20 +198,20 @@ class BlockReader:
 
     def _place_shards(self, read: SmallShardsRead, shard_data: Iterable[memoryview]) -> None:
         for item, data in zip(read.items, shard_data, strict=True):
-            match, target = item.match, self._mark_touched(item)
+            overlap, target = item.overlap, self._mark_touched(item)
             if (memory := target.memory()) is not None:
                 if memory.nbytes != data.nbytes:
                     raise ValueError(f"{item.fqn}: change no tensor while it is loaded")
                 memory[:] = data
             else:
-                box = match.common
-                target.place(match.target, box, data, row_major_strides(box.shape))
+                box = overlap.common
+                target.place(overlap.target, box, data, row_major_strides(box.shape))
 
     def _mark_touched(self, item: ReadItem) -> Target:
         """Return the target of an item, and record it as touched."""
         assert self.targets is not None, "without targets, blocks are only checked"
         self.touched.add(item.fqn)
-        return self.targets[item.fqn, item.match.requested_number]
+        return self.targets[item.fqn, item.overlap.requested_number]
 
 
 def _get_single_block(file: OpenFile, number: int) -> NeededBlock:
@@ -221,24 +221,24 @@ def _get_single_block(file: OpenFile, number: int) -> NeededBlock:
 
 def _copy_overlap(item: ReadItem, target: Target, stored: ElementRange, data: memoryview) -> None:
     """Copy the requested part of the elements `stored` of a stored cell from `data`."""
-    itemsize, match, memory = DTYPES[item.dtype].itemsize, item.match, target.memory()
-    if memory is not None and match.contiguous is not None:
+    itemsize, overlap, memory = DTYPES[item.dtype].itemsize, item.overlap, target.memory()
+    if memory is not None and overlap.contiguous is not None:
         start, stop = (
-            max(stored.start, match.contiguous.start),
-            min(stored.stop, match.contiguous.stop),
+            max(stored.start, overlap.contiguous.start),
+            min(stored.stop, overlap.contiguous.stop),
         )
-        part = memory[(start + match.shift) * itemsize : (stop + match.shift) * itemsize]
+        part = memory[(start + overlap.shift) * itemsize : (stop + overlap.shift) * itemsize]
         copy(part, data[(start - stored.start) * itemsize : (stop - stored.start) * itemsize])
         return
-    piece, region = match.source, match.source.region
+    piece, region = overlap.source, overlap.source.region
     strides = row_major_strides(region.shape)
     start = max(stored.start - piece.start, 0)
     stop = min(stored.stop - piece.start, region.numel)
     for box in split_into_boxes(ElementRange(start, stop), region.shape):
         corner = tuple(a + b for a, b in zip(box.offset, region.offset, strict=True))
-        if (wanted := Region(corner, box.shape).intersect(match.common)) is None:
+        if (wanted := Region(corner, box.shape).intersect(overlap.common)) is None:
             continue
         relative = wanted.relative_to(region.offset).offset
         begin = piece.start - stored.start + sum(map(mul, relative, strides))
         end = begin + sum((n - 1) * s for n, s in zip(wanted.shape, strides, strict=True)) + 1
-        target.place(match.target, wanted, data[begin * itemsize : end * itemsize], strides)
+        target.place(overlap.target, wanted, data[begin * itemsize : end * itemsize], strides)

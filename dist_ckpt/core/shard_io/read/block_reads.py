@@ -113,9 +113,9 @@ def find_shard_blocks(
     items_by_block: dict[int, list[ReadItem]] = {}
     block_numel = block_nbytes // itemsize
     for item in items:
-        match = item.match
-        ranges: Iterable[ElementRange] = (match.contiguous,) if match.contiguous else ()
-        for part in ranges or find_ranges(match.common, match.source, block_numel):
+        overlap = item.overlap
+        ranges: Iterable[ElementRange] = (overlap.contiguous,) if overlap.contiguous else ()
+        for part in ranges or find_ranges(overlap.common, overlap.source, block_numel):
             for number in range(part.start // block_numel, num_blocks(part.stop, block_numel)):
                 items_by_block.setdefault(number, []).append(item)
     needed = []
@@ -123,7 +123,7 @@ def find_shard_blocks(
         start = number * block_nbytes
         span = ByteRange(start, min(start + block_nbytes, shard.span.nbytes))
         is_zero_copy = len(block_items) == 1 and _contains_block(
-            block_items[0].match.contiguous, span, itemsize
+            block_items[0].overlap.contiguous, span, itemsize
         )
         is_zero_copy = is_zero_copy and has_memory(block_items[0])
         needed.append(NeededBlock(shard, number, span, tuple(block_items), is_zero_copy))
@@ -156,10 +156,10 @@ def find_needed_blocks(
     def has_memory(item: ReadItem) -> bool:
         if targets is None:
             return False
-        return targets[item.fqn, item.match.requested_number].memory() is not None
+        return targets[item.fqn, item.overlap.requested_number].memory() is not None
 
-    for number, wanted in group_by_shard(file, items):
-        shard = file.shards[number]
+    for shard_number, wanted in group_by_shard(file, items):
+        shard = file.shards[shard_number]
         yield from find_shard_blocks(shard, wanted, file.header.block_nbytes, has_memory)
 
 
@@ -280,7 +280,7 @@ def split_off_small_shards(
     numbers = list(map(file.shard_number, items))
     item_by_shard: dict[int, ReadItem | None] = {}
     for number, item in zip(numbers, items, strict=True):
-        is_single = number not in item_by_shard and item.match.is_whole
+        is_single = number not in item_by_shard and item.overlap.is_whole
         item_by_shard[number] = item if is_single else None
     starts = file.shards.starts
     max_nbytes = min(file.header.block_nbytes, ZERO_COPY_NBYTES - 1, SMALL_READ_NBYTES)
@@ -322,7 +322,7 @@ def _group_adjacent(numbers: Iterable[int], starts: Sequence[int]) -> Iterator[r
 def count_placed_nbytes(plan: LoadPlan) -> int:
     """Return the number of target bytes that a plan fills."""
     all_items = chain.from_iterable(plan.values())
-    return sum(item.match.common.numel * DTYPES[item.dtype].itemsize for item in all_items)
+    return sum(item.overlap.common.numel * DTYPES[item.dtype].itemsize for item in all_items)
 
 
 def split_into_work(

@@ -62,7 +62,7 @@ class OpenFile:
 
     def shard_number(self, item: ReadItem) -> int:
         """Return the number of the shard that an item reads."""
-        number = self.shards.find_number(item.tensor, item.match.stored)
+        number = self.shards.find_number(item.tensor, item.overlap.stored)
         assert number is not None, "`open_files` has checked it"
         return number
 
@@ -233,7 +233,7 @@ def read_header(file: ReadableFile, path: str, record: ShardFileRecord, index: I
 
 def _find_mismatches(file: OpenFile, index: Index, items: Sequence[ReadItem]) -> Iterator[str]:
     for item in items:
-        fqn, stored = item.tensor, item.match.stored
+        fqn, stored = item.tensor, item.overlap.stored
         record = index.catalog.tensors[fqn]
         facts = file.shards.dtype_and_shape(fqn, stored)
         if facts is None:
@@ -251,7 +251,7 @@ def _find_mismatches(file: OpenFile, index: Index, items: Sequence[ReadItem]) ->
 def _list_rows(items: Sequence[ReadItem]) -> str:
     names: dict[str, None] = {}
     for item in items:
-        common = item.match.common
+        common = item.overlap.common
         rows = ByteRange(common.offset[0], common.stop[0]) if common.shape else None
         names[f"{item.fqn} {rows_text(rows)}"] = None
     return listed(list(names))

@@ -1,8 +1,7 @@
 """Link a rank's unchanged files to those of earlier saves: `link_unchanged` of `dc.save`.
 
-The header of a file has the digests of its blocks. So unchanged tensors give an equal header, and
-files with equal header digests are equal. The header of the live tensors is computed first. A file
-of an earlier committed save of this process is linked if it has that header.
+The header of a file has its block digests. So files with equal header digests are equal. The header
+of the live tensors comes first. A file of an earlier committed save is linked if it has that one.
 
 Save n links to files of save n-2, and to those of save n-1 only if n-2 was pruned. As long as two
 checkpoints are kept, the two newest share no file. A file has at most `MAX_SHARED` names; then it
@@ -104,10 +103,11 @@ def write_or_link(
     """Write a rank's files as `write_all` does, but link those that an earlier save has."""
     linkable = earlier.names()
     tried = [n for n, plan in enumerate(files.plans) if plan.is_linkable and plan.name in linkable]
-    wanted = write_all(NullStorage(), "", _select_files(files, tried), threads=threads, slots=slots)
+    selected = _select_files(files, tried)
+    expected = write_all(NullStorage(), "", selected, threads=threads, slots=slots)
     # One file after another: all threads work on the same file when it is read back.
     links = {
-        receipt.name: _link_file(storage, folder, receipt, earlier, threads) for receipt in wanted
+        receipt.name: _link_file(storage, folder, receipt, earlier, threads) for receipt in expected
     }
     checked = {name: number for name, number in links.items() if isinstance(number, int)}
     damaged = tuple(error for error in links.values() if isinstance(error, CorruptError))
@@ -116,13 +116,13 @@ def write_or_link(
     written = write_all(storage, folder, remaining, threads=threads, slots=slots)
     if checked and not written:
         sync_names(storage, folder)
-    unwritten = tuple(receipt for receipt in wanted if receipt.name in checked)
-    receipts = (*unwritten, *written)
+    linked_receipts = tuple(receipt for receipt in expected if receipt.name in checked)
+    receipts = (*linked_receipts, *written)
     names = {plan.name for plan in files.plans if plan.is_linkable}
     saved = SavedFiles(
         folder, {r.name: r for r in receipts if r.name in names}, checked, files.step
     )
-    linked = IoCount(len(unwritten), sum(receipt.nbytes for receipt in unwritten))
+    linked = IoCount(len(linked_receipts), sum(receipt.nbytes for receipt in linked_receipts))
     return SavedPart(receipts, linked, saved, damaged)
 
 

@@ -38,7 +38,7 @@ from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, b
 from dist_ckpt.core.state.binding.template import Template, read_template
 from dist_ckpt.core.state.module_tensors import ModulePart, ModuleState
 from dist_ckpt.core.state.tensors.local_tensors import PLAIN
-from dist_ckpt.core.state.tensors.read_tensor import is_meta
+from dist_ckpt.core.state.tensors.locate_tensor import is_meta
 from dist_ckpt.core.state.tree.containers import child_name, container_entries, container_kind
 from dist_ckpt.core.state.tree.state_tree import (
     Branch,
@@ -88,8 +88,8 @@ class Binding:
 
     - `problems`: error texts about shape, dtype or kind; with `strict` also about missing names.
     - `missing`: names of the state that the checkpoint lacks.
-    - `unclaimed`: saved names, as in the catalog, that this rank's state does not have. A name that
-      is unclaimed on every rank is unexpected (see `unexpected_problem`).
+    - `unrequested`: saved names, as in the catalog, that this rank's state does not have. A name
+      that is unrequested on every rank is unexpected (see `unexpected_problem`).
     - `dropped`: names that a policy or a rename left out.
     - `unmatched`: error texts for patterns that match no name.
     - `makes_memory`: True if `allocate` creates tensors besides those of the state.
@@ -107,12 +107,12 @@ class Binding:
         self.makes_memory = bool(context.targets.new_tensors)
         self.assigns_values = bool(context.tensor_setters or context.value_setters)
         self.loads_objects = bool(context.object_loads or context.generators)
-        self.unclaimed = context.unclaimed()
+        self.unrequested = context.unrequested()
         self.unmatched = () if saved.problems else context.unmatched()
         self.problems = (*saved.problems, *context.problems)
         if saved.problems:
             # With an invalid rename the names are unknown.
-            self.unclaimed = ()
+            self.unrequested = ()
         elif context.strict and self.missing:
             self._explain_missing()
         # This check may call user code, so it runs only without other problems.
@@ -125,18 +125,18 @@ class Binding:
     def _explain_missing(self) -> None:
         """Report missing names. Names saved with another prefix get one report, with a rename."""
         saved = self._context.saved
-        claimed = saved.leaves.keys() - set(self.unclaimed)
+        requested = saved.leaves.keys() - set(self.unrequested)
         # A suggested rule could not apply after the user's own rename.
         is_renamed = saved.dropped or any(name != fqn for name, fqn in saved.leaves.items())
-        unclaimed = () if is_renamed else self.unclaimed
-        rules, misnamed = suggest_rules(self.missing, unclaimed, claimed)
+        unrequested = () if is_renamed else self.unrequested
+        rules, misnamed = suggest_rules(self.missing, unrequested, requested)
         if misnamed:
             problem = (
                 f"the checkpoint has another prefix for {_list_names([*misnamed])}, as if the "
                 f"module was inside a wrapper or a list: load with rename={rules!r}"
             )
             self.problems += (problem,)
-            self.unclaimed = tuple(fqn for fqn in self.unclaimed if fqn not in misnamed.values())
+            self.unrequested = tuple(f for f in self.unrequested if f not in misnamed.values())
         # A saved parameter group is missing too if its parameters have other names.
         explained = {*misnamed, *(n for n in self.missing if misnamed and n in saved.leaves)}
         lacking: dict[tuple[str, ...] | None, list[str]] = {}

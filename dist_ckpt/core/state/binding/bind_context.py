@@ -17,7 +17,7 @@ from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, f
 from dist_ckpt.core.state.binding.targets import FillTargets, PlacementHint
 from dist_ckpt.core.state.binding.template import Template
 from dist_ckpt.core.state.tensors.local_tensors import class_name
-from dist_ckpt.core.state.tensors.read_tensor import is_meta
+from dist_ckpt.core.state.tensors.locate_tensor import is_meta
 from dist_ckpt.core.state.tensors.tensor_subclasses import difference
 from dist_ckpt.core.state.tree.containers import (
     RECORD,
@@ -116,7 +116,7 @@ class BindContext:
         self.missing: dict[str, None] = {}
         self.dropped: list[str] = [*saved.dropped]
         self.restored: dict[str, None] = {}
-        self.claimed: set[str] = set()
+        self.requested: set[str] = set()
         self.tensor_setters: list[tuple[str, Callable[[], None]]] = []
         self.value_setters: list[Callable[[], object]] = []
         self.object_loads: list[tuple[str, Callable[[], None]]] = []
@@ -151,10 +151,10 @@ class BindContext:
             *(problem.replace("include", "cast", 1) for problem in cast),
         )
 
-    def unclaimed(self) -> tuple[str, ...]:
+    def unrequested(self) -> tuple[str, ...]:
         """Return the saved names that the state does not have, as in the catalog."""
         leaves = self.saved.leaves.items()
-        return tuple(f for name, f in leaves if f not in self.claimed and self.is_selected(name))
+        return tuple(f for name, f in leaves if f not in self.requested and self.is_selected(name))
 
     def selected_leaves(self, name: str) -> list[str]:
         """Return the selected saved leaves at and below a name."""
@@ -209,7 +209,7 @@ class BindContext:
     def claim(self, name: str) -> None:
         """Record that a saved name is requested."""
         if name in self.saved.leaves:
-            self.claimed.add(self.saved.leaves[name])
+            self.requested.add(self.saved.leaves[name])
 
     def restore(self, name: str) -> None:
         """Record that a saved name is requested and will be loaded."""

@@ -34,7 +34,7 @@ from dist_ckpt.core.state.named_optimizers import (
     state_branch,
 )
 from dist_ckpt.core.state.optimizer_state import GROUPS, STATE, OptimizerState, reported_state
-from dist_ckpt.core.state.tensors.read_tensor import is_meta
+from dist_ckpt.core.state.tensors.locate_tensor import is_meta
 from dist_ckpt.core.state.tree.containers import PathKey, child_name, container_entries, is_mapping
 from dist_ckpt.core.state.tree.state_tree import (
     OptimizerLeaf,

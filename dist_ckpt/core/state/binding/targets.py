@@ -34,7 +34,7 @@ from dist_ckpt.core.state.binding.template import Template
 from dist_ckpt.core.state.fsdp1.fsdp1_modules import ParameterPart
 from dist_ckpt.core.state.sharding_rules import target_cells
 from dist_ckpt.core.state.tensors.local_tensors import as_numpy, is_array, is_ordinary, torch_dtype
-from dist_ckpt.core.state.tensors.read_tensor import (
+from dist_ckpt.core.state.tensors.locate_tensor import (
     LocalTensor,
     describe_target,
     empty_like,
@@ -187,7 +187,7 @@ class FillTargets:
         # Checked cells by dtype, shape and layout: other tensors with the same key need no check.
         self._cells_by_kind: dict[Hashable, tuple[Cell, ...]] = {}
         # The live value of each name, the first name at each address, and the first name of each
-        # tie: see `_claim_memory`.
+        # tie: see `_is_first_reader`.
         self._values: dict[str, object] = {}
         self._name_by_address: dict[int, str] = {}
         self._name_by_tie: dict[Hashable, str] = {}
@@ -212,7 +212,7 @@ class FillTargets:
         if (kind_cells := self._cells_by_kind.get(key)) is not None:
             # A tensor with the same key has passed the checks below.
             assert isinstance(value, torch.Tensor)
-            if self._claim_memory(name, value, value):
+            if self._is_first_reader(name, value, value):
                 self._request(name, fqn, kind_cells, (value,))
             return value
         try:
@@ -233,7 +233,7 @@ class FillTargets:
                 f"{name}: saved as {record.dtype}{self._saved.source_text(name)}, the state has "
                 f"{local.dtype}: {why}; make it {record.dtype}, load, and convert"
             )
-        elif not local.parts or self._claim_memory(name, value, local.parts[0]):
+        elif not local.parts or self._is_first_reader(name, value, local.parts[0]):
             self._request(name, fqn, cells, local.parts, cast_from)
             # `cast` selects by name, so a cast tensor says nothing about other names.
             is_kind = key is not None and cast_from is None
@@ -428,7 +428,7 @@ class FillTargets:
             f"of it than the {local.shape} in the state: change the rule or the shape"
         )
 
-    def _claim_memory(self, name: str, value: object, part: torch.Tensor) -> bool:
+    def _is_first_reader(self, name: str, value: object, part: torch.Tensor) -> bool:
         """Return True if no earlier name reads the same saved tensor into the same memory.
 
         `part` is the first part of the value. Two names of one live tensor may have been saved as

@@ -1,6 +1,6 @@
 """Tensors of every kind on this rank.
 
-- A new tensor class or subclass, in a save or a load: `_local_tensor` in `read_tensor.py`.
+- A new tensor class or subclass, in a save or a load: `_local_tensor` in `locate_tensor.py`.
   DTensor placements: `dtensors.py`.
 - Tensor subclasses made of inner tensors (`__tensor_flatten__`): `tensor_subclasses.py`.
 - A subclass that a save refuses, and the remedy in the message: `to_plain_tensor` and

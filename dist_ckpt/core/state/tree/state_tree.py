@@ -29,7 +29,7 @@ from dist_ckpt.core.state.optimizer_state import (
     reported_state,
 )
 from dist_ckpt.core.state.tensors.local_tensors import PLAIN, is_array
-from dist_ckpt.core.state.tensors.read_tensor import is_meta, is_tensor_leaf
+from dist_ckpt.core.state.tensors.locate_tensor import is_meta, is_tensor_leaf
 from dist_ckpt.core.state.tensors.tensor_subclasses import (
     inner_shards,
     inner_tensors,

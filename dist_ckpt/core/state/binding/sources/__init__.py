@@ -1,5 +1,4 @@
 """One or several checkpoints, under the names of the state. Pure.
 
-- The names and values of a checkpoint: `saved_tree.py`. The option `rename`: `rename.py`.
-- The checkpoint, of several, from which a name comes: `multi_source.py`.
+The names of a checkpoint: `saved_tree.py`; of several: `multi_source.py`. `rename`: `rename.py`.
 """

@@ -19,7 +19,7 @@ from dist_ckpt.core.planning.name_selection import names_above
 from dist_ckpt.core.state.tree.containers import child_name
 
 _WILDCARD = re.compile(r"(\*+|\{[^{}]*\}|[{}])")
-# Limit of the missing names to examine: each one is compared with all unclaimed saved names.
+# Limit of the missing names to examine: each one is compared with all unrequested saved names.
 _MAX_EXAMINED = 16
 
 
@@ -224,12 +224,12 @@ def _regex(texts: Sequence[str], names: Sequence[str]) -> str:
 
 
 def suggest_rules(
-    missing: Iterable[str], free: Collection[str], claimed: Collection[str]
+    missing: Iterable[str], free: Collection[str], requested: Collection[str]
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return rules for missing names that were saved with a longer or shorter prefix.
 
     A module inside a wrapper has such names (DDP adds `module.`), and so has a module in a list.
-    `free` are the unclaimed saved names, `claimed` the claimed ones. The second result maps each
+    `free` are the unrequested saved names, `requested` the others. The second result maps each
     missing name that the rules cover to its saved name.
     """
     rules: dict[str, str] = {}
@@ -241,7 +241,7 @@ def suggest_rules(
             break
         best: dict[str, str] = {}
         for old, new in _prefixes(name, free):
-            if any(_is_below(other, old) for other in claimed):
+            if any(_is_below(other, old) for other in requested):
                 continue
             pairs = {
                 wanted: saved

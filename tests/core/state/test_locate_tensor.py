@@ -22,7 +22,7 @@ from dist_ckpt.core.planning.tensor_views import compute_cells
 from dist_ckpt.core.runtime.torch_private import AsyncCollectiveTensor, ShardedTensor, StridedShard
 from dist_ckpt.core.shard_io.memory.torch_tensor import slices_of
 from dist_ckpt.core.state.tensors import dtensors
-from dist_ckpt.core.state.tensors.read_tensor import (
+from dist_ckpt.core.state.tensors.locate_tensor import (
     describe_source,
     describe_target,
     empty_like,

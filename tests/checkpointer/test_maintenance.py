@@ -17,8 +17,10 @@ import pytest
 import torch
 
 import dist_ckpt as dc
-from dist_ckpt.checkpointer import after_save, run_session
+from dist_ckpt.checkpointer import maintenance as maintenance_module
+from dist_ckpt.checkpointer import run_session
 from dist_ckpt.checkpointer.checkpointer_options import RunOptions
+from dist_ckpt.checkpointer.maintenance import MaintenanceThread
 from dist_ckpt.core.commit.commit_protocol import claim
 from dist_ckpt.core.commit.records.incarnations import Incarnation, begin_incarnation
 from dist_ckpt.core.saving.save import save_together
@@ -321,7 +323,7 @@ def test_what_fails_beside_the_training_stops_neither_it_nor_what_comes_later(
             raise ValueError("no error of ours")
         return prune_run(*args, **options)
 
-    monkeypatch.setattr(after_save, "prune", prune)
+    monkeypatch.setattr(maintenance_module, "prune", prune)
     state = fresh()
     with checkpointer(tmp_path, keep=dc.keep.last(1)) as ck:
         for step in ck.steps(state, until=3):
@@ -438,7 +440,7 @@ def test_a_keeper_whose_saves_were_left_ends_by_itself_and_uses_no_time(tmp_path
     (tmp_path / "run").mkdir()
     left: Any = Left()
     options = RunOptions(root=tmp_path / "run", save=dc.at_end)
-    beside = after_save.MaintenanceThread(*root_of(tmp_path / "run"), None, options)
+    beside = MaintenanceThread(*root_of(tmp_path / "run"), None, options)
     beside.follow(left)
     beside.close(0.3)
     assert beside._thread.is_alive()
@@ -569,7 +571,7 @@ def test_free_first_removes_nothing_while_a_save_is_running(
     assert dc.verify(tmp_path / "step-00000003").ok
     with_room_for(3.0)
     options = RunOptions(root=tmp_path, save=dc.at_end, keep=dc.keep.last(5), free_first=True)
-    maintenance = after_save.MaintenanceThread(*root_of(tmp_path), None, options)
+    maintenance = MaintenanceThread(*root_of(tmp_path), None, options)
     maintenance._handles.append(RunningSave())  # type: ignore[arg-type]
     maintenance.make_room(1)
     assert steps_at(tmp_path) == [1, 2, 3]
@@ -593,7 +595,7 @@ def test_an_older_incarnation_prunes_nothing_after_a_newer_one_has_begun(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run(tmp_path, 3)
-    maintenance = after_save.MaintenanceThread(
+    maintenance = MaintenanceThread(
         *root_of(tmp_path), None, RunOptions(root=tmp_path, save=dc.at_end, keep=dc.keep.last(1))
     )
     newest = dc.checkpoints(tmp_path)[-1].where
