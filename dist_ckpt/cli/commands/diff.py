@@ -27,8 +27,9 @@ def diff(a: str, b: str, *, as_json: bool, **options: Any) -> None:
 
     The command compares configurations, names, dtypes, shapes and plain values. It compares tensors
     by their stored digests. It counts tensors that are cut differently, and files of other systems
-    have no digests; --values compares all of them. Exit code 0 if A and B are equal, 1 if something
-    differs or was not compared.
+    have no digests; --values compares all of them. Step, metadata, attached files and per-rank
+    values are never compared. Exit code 0 if all else is equal, 1 if something differs, or if a
+    tensor was not compared.
 
     \b
     dist-ckpt diff runs/a@1000 runs/a@latest
@@ -48,6 +49,7 @@ def diff(a: str, b: str, *, as_json: bool, **options: Any) -> None:
 
 
 _PAIRS = ("config", "changed", "objects")
+_NOTHING = "nothing differs; step, metadata, attached files and per-rank values are not compared"
 
 
 def _pairs(differing: Mapping[str, tuple[str, str]]) -> dict[str, Pair]:
@@ -70,4 +72,4 @@ def _diff_lines(difference: Difference) -> list[str]:
     if num := len(difference.not_compared):
         why = "not compared (cut differently, or without digests)"
         lines.append(f"{num} {of} {why}: --values compares them")
-    return lines or ["nothing differs"]
+    return lines or [_NOTHING]
