@@ -162,13 +162,15 @@ class CallMonitor:
 
 def has_outcome(future: Future[T], timeout_s: float) -> bool:
     """Wait for a future. False after `timeout_s`, in which no stop of this process counts."""
-    until = running_time() + timeout_s
-    left_s = timeout_s
+    until, left_s = None, timeout_s
     while True:
         try:
             future.exception(timeout=min(POLL_S, left_s))
         except TimeoutError:
-            left_s = until - running_time()
+            now = running_time()  # a fast call never reads the clock
+            if until is None:
+                until = now + timeout_s - POLL_S
+            left_s = until - now
             if left_s <= 0:
                 return False
         else:
