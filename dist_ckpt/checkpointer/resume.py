@@ -425,7 +425,7 @@ def _logs_to_stderr(level: int) -> bool:
 
 
 def _removable_text(listing: Listing, keep: RetentionPolicy) -> str:
-    """Return what to remove, on a full disk, before a run can record that it resumes."""
+    """Return which checkpoints to remove from a full disk, so that a run can resume."""
     names = [info.name for info, reasons in plan_prune(listing, keep) if not reasons]
     arguments = f"{shlex.quote(listing.root)} --keep {shlex.quote(str(keep))}"
     prune = f"`dist-ckpt prune {arguments}` removes {listed(names)}, and " if names else ""

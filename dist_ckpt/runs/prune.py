@@ -256,7 +256,7 @@ def plan_prune(listing: Listing, keep: RetentionPolicy, *, damaged: bool = False
         elif info.path in paths:
             reasons += reasons_by_step[info.step]
             reasons += [NEWEST] * (info.path == newest)
-            reasons += [NEWEST_UNDAMAGED] * (info.path == undamaged != newest)
+            reasons += [NEWEST_UNDAMAGED] * (info.path == undamaged and undamaged != newest)
             reasons += [NEWEST_CHECKED] * (info.where == checked)
         decisions.append((info, (*reasons, *info.protected_by)))
     return decisions

@@ -497,7 +497,7 @@ def cut_a_link(rank: int) -> tuple[str, int | None, str, float] | str:
     def work() -> int:
         link.is_cut = True
         if rank == 1:  # the connection of torch itself is well
-            job.wait(["0 was told", "2 was told"], timedelta(seconds=2 * NOTICED_S))
+            job.wait(["0 has the error", "2 has the error"], timedelta(seconds=2 * NOTICED_S))
         return rank
 
     start = time.monotonic()
@@ -506,7 +506,7 @@ def cut_a_link(rank: int) -> tuple[str, int | None, str, float] | str:
             exchange(session.channel, "agree", lambda: rank, sum)
             exchange(session.channel, "write", work, sum)
     except RankError as error:
-        job.set(f"{rank} was told", "")
+        job.set(f"{rank} has the error", "")
         return type(error).__name__, error.rank, str(error), time.monotonic() - start
     return ""
 

@@ -189,7 +189,8 @@ class Transaction:
         self.storage, self._path = storage, path
         try:
             self._claim = commit_protocol.claim(
-                *(storage, path),
+                storage,
+                path,
                 overwrite=overwrite,
                 by=self._by,
                 incarnation=incarnation,

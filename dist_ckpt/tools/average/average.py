@@ -187,8 +187,8 @@ def plan_average(
 
     def run(progress: Progress | None) -> SaveReport:
         call.progress = progress
-        channel, config = SingleProcessChannel(), Settings.from_environment()
-        return average_together(Session(channel, SingleProcessCollective(), config), call, chosen)
+        channel, settings = SingleProcessChannel(), Settings.from_environment()
+        return average_together(Session(channel, SingleProcessCollective(), settings), call, chosen)
 
     replaces = paths_to_replace(*target, overwrite=options.overwrite)
     return WritePlan(target[1], run, lambda: files, replaces, tuple(map(str, chosen)))
