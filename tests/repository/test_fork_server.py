@@ -7,6 +7,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,28 @@ def test_what_it_has_started_dies_with_it() -> None:
     # Readable once it has ended.
     assert select.select([sleeps], [], [], 60)[0] == [sleeps]
     os.close(sleeps)
+
+
+def wait_for_state(pid: int, state: str) -> None:
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != state:
+        time.sleep(0.01)
+
+
+def test_the_server_survives_a_program_that_is_killed_as_it_ends() -> None:
+    code = "import os, time; print(os.getpid(), os.getppid(), flush=True); time.sleep(60)"
+    with subprocess.Popen([forked_python(), "-c", code], stdout=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        child, server = map(int, program.stdout.readline().split())
+        os.kill(server, signal.SIGSTOP)
+        try:
+            wait_for_state(server, "T")
+            os.kill(child, signal.SIGKILL)
+            wait_for_state(child, "Z")  # the server hears of this first
+            program.kill()
+            program.wait()
+        finally:
+            os.kill(server, signal.SIGCONT)
+    assert run("-c", "print(1)").stdout == "1\n"
 
 
 def test_what_it_starts_is_forked_too() -> None:

@@ -41,6 +41,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -216,7 +217,7 @@ def _fork(
         os.close(file)
     process = os.pidfd_open(pid)
     children[connection] = pid, process
-    connection.sendall(pid.to_bytes(8, "big"))
+    _send(connection, pid)
     selector.register(process, selectors.EVENT_READ, connection)
     selector.register(connection, selectors.EVENT_READ, connection)
     return None
@@ -226,8 +227,13 @@ def _receive(connection: socket.socket) -> _Request | None:
     head, received, _, _ = socket.recv_fds(connection, 8, MAX_FILES)
     if len(head) < 8:
         return None
+    nbytes = int.from_bytes(head, "big")
     with connection.makefile("rb") as source:
-        data = source.read(int.from_bytes(head, "big"))
+        data = source.read(nbytes)
+    if len(data) < nbytes:  # who asked was killed
+        for file in received:
+            os.close(file)
+        return None
     words, folder, environ, files, leads = ast.literal_eval(data.decode())
     words = [os.fsdecode(word) for word in words]
     return _Request(words, folder, environ, files, leads, received)
@@ -251,7 +257,13 @@ def _answer(
     os.close(process)
     with connection:
         if key.fileobj is not connection:
-            connection.sendall(status.to_bytes(8, "big"))
+            _send(connection, status)
+
+
+def _send(connection: socket.socket, number: int) -> None:
+    """Send a number to who started a child. Who is gone meanwhile must not end the server."""
+    with suppress(ConnectionError):
+        connection.sendall(number.to_bytes(8, "big"))
 
 
 def _kill_group(pid: int) -> None:
