@@ -129,8 +129,8 @@ def _protection_error(path: str, protections: Iterable[str], change: str) -> Con
 
 
 _IN_PROGRESS = (
-    "another attempt exists: a replaced one that is protected, or a save over it that is in "
-    'progress or has died ("dist-ckpt gc" removes its files then)'
+    "another attempt exists: a replaced one that is protected, or stays because this one is "
+    'damaged; or a save over it that is in progress or has died ("dist-ckpt gc" removes its files)'
 )
 
 

@@ -23,6 +23,7 @@ from dist_ckpt.core.commit.records.protections import (
     CheckpointKey,
 )
 from dist_ckpt.core.commit.records.record_store import read_annotations
+from dist_ckpt.core.commit.records.recorded_checks import put_check
 from dist_ckpt.core.commit.removal import (
     list_all_garbage,
     remove,
@@ -534,6 +535,33 @@ def test_what_a_start_replaces_stays_while_it_is_held(storage, clock) -> None:
     clock.now += 61
     remove_garbage(storage, f"{ROOT}/step-1", grace_s=60)
     assert list_attempts(storage, f"{ROOT}/step-1") == [new[1]]
+
+
+COLLECTORS: dict[str, Callable[[Storage], object]] = {
+    "gc": lambda storage: remove_all_garbage(storage, ROOT, grace_s=60),
+    "a run": lambda storage: remove_dead_saves(storage, ROOT, Incarnation(ROOT, 1)),
+    "prune --damaged": lambda storage: prune(
+        storage, ROOT, LAST, is_whole=lambda _: True, damaged=True
+    ),
+}
+
+
+@pytest.mark.parametrize("collector", COLLECTORS)
+def test_what_a_damaged_attempt_has_replaced_stays_while_its_damage_is_recorded(
+    storage, caplog, collector
+) -> None:
+    """It was the last good copy of its step, and `gc` removed it."""
+    old = committed(storage, 1)
+    new = committed(storage, 1, start=1)
+    committed(storage, 2, start=1)
+    path = f"{ROOT}/step-1"
+    put_check(storage, ROOT, new, "full", "a flipped bit")
+    assert list_all_garbage(storage, ROOT, grace_s=60, now=0.0) == ()
+    COLLECTORS[collector](storage)
+    assert list_attempts(storage, path) == [old[1], new[1]]
+    assert f"{path}: {old[1]} stays, because {new[1]} is damaged: a flipped bit" in caplog.text
+    put_check(storage, ROOT, new, "full")
+    assert remove_garbage(storage, path, grace_s=60) == (old[1].name,)
 
 
 def test_a_damaged_checkpoint_that_is_pinned_is_not_deleted(storage: MemoryStorage) -> None:

@@ -24,6 +24,7 @@ from dist_ckpt.core.commit.attempts import (
     new_id,
     no_folder_error,
     not_found_error,
+    read_index,
     try_abandon,
 )
 from dist_ckpt.core.commit.records.incarnations import Incarnation
@@ -34,6 +35,7 @@ from dist_ckpt.core.commit.records.record_store import (
     old_folders_in,
     refuse_old,
 )
+from dist_ckpt.core.commit.records.recorded_checks import read_damage
 from dist_ckpt.core.format.filenames import (
     Attempt,
     is_in_attempt,
@@ -41,8 +43,10 @@ from dist_ckpt.core.format.filenames import (
     is_temporary_root_id,
     trash_name,
 )
+from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.storage import Storage, refuse_linked_step
 from dist_ckpt.errors import CheckpointError, StorageError
+from dist_ckpt.message_text import listed
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -163,7 +167,8 @@ def remove_garbage(storage: Storage, path: str, *, grace_s: float) -> tuple[str,
 
     These are trash, abandoned attempts, and attempts below a later committed one. Also, by the
     storage's clock: open attempts without a write for `grace_s`, and temporary files of a root's id
-    that are older than that. If an attempt is damaged, it stays, and so do all older checkpoints.
+    that are older than that. If an attempt is damaged, it stays, and so do all older ones: its
+    index cannot be read, or damage is recorded. Recorded damage is logged.
     ExistsError for a linked step.
     """
     refuse_linked_step(path)
@@ -223,17 +228,30 @@ def list_all_garbage(storage: Storage, root: str, *, grace_s: float, now: float)
 def _find_superseded(
     storage: Storage, path: str, attempts: Sequence[Status], now: Callable[[Storage, str], float]
 ) -> Sequence[Attempt]:
-    """Return the unprotected attempts below the highest committed one, after a sync of that one."""
+    """Return the unprotected attempts below the highest committed one, after a sync of that one.
+
+    Return none if that one is recorded as damaged: one below may be the last good copy.
+    """
     committed = [status.attempt for status in attempts if status.state == "committed"]
     readable = all(status.state not in ("damaged", "incompatible") for status in attempts)
     if len(committed) < 2 or not readable:
         return ()
+    folder = f"{path}/{committed[-1]}"
     try:
-        storage.sync(f"{path}/{committed[-1]}")  # its saver may have died before its own sync
+        storage.sync(folder)  # its saver may have died before its own sync
+        index = read_index(storage, path, committed[-1])
     except FileNotFoundError:  # deleted or overwritten since it was listed
         return ()
     protections = protections_at(storage, path, committed[:-1], now)
-    return [attempt for attempt in committed[:-1] if attempt not in protections]
+    superseded = [attempt for attempt in committed[:-1] if attempt not in protections]
+    if superseded and isinstance(index, Index) and (damage := read_damage(storage, path, index)):
+        names = listed([attempt.name for attempt in superseded])
+        _log.warning(
+            "%s: %s stays, because %s is damaged: %s. To use the older one, move %s elsewhere",
+            *(path, names, committed[-1], damage, folder),
+        )
+        return ()
+    return superseded
 
 
 def remove_all_garbage(storage: Storage, root: str, *, grace_s: float) -> tuple[str, ...]:

@@ -147,6 +147,12 @@ def is_known_damaged(storage: Storage, folder: str, step: int | None) -> bool:
     return find_recorded_damage(storage, folder, step) != ""
 
 
+def read_damage(storage: Storage, path: str, index: Index) -> str:
+    """Return the recorded damage of the checkpoint at a path, or "". Raises StorageError."""
+    root, key = path.rpartition("/")[0] or "/", index.key
+    return "" if key is None else _find_damage(storage, root, key) or ""
+
+
 def find_recorded_damage(storage: Storage, folder: str, step: int | None) -> str:
     """Return the recorded damage of the attempt in a folder; "" if there is none, or an error."""
     path, _, name = folder.rpartition("/")
