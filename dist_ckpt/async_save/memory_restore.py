@@ -37,7 +37,7 @@ from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.saving.agreement import build_plan
 from dist_ckpt.core.state.tree.containers import MutableState
-from dist_ckpt.core.storage import Storage, is_readable_step, open_storage
+from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.reports import LoadReport
 
 _log = logging.getLogger("dist_ckpt")
@@ -281,7 +281,7 @@ def _find_newer(
     Both must be later. A save that began earlier may be committed later, and a run that returned to
     an older step saves lower steps.
     """
-    folder, _, saved_name = save.path.rpartition("/")
+    folder = save.path.rpartition("/")[0]
     if save.step is None:
         return None
     step, began_at = save.step, save.began_at
@@ -293,9 +293,7 @@ def _find_newer(
             return is_later and not _is_orphaned(history, index.step, attempt)
         return False
 
-    entries = attempts.list_entries(storage, folder)
-    others = [(f"{folder}/{e.name}", e.kind) for e in entries if e.name != saved_name]
-    paths = [path for path, kind in others if kind == "folder" or is_readable_step(storage, path)]
+    paths = [p for p in attempts.list_readable_folders(storage, folder) if p != save.path]
     # Several threads: a run may have many checkpoints, on slow storage.
     newer = parallel_for(is_newer, paths, threads=threads)
     return next((path for path, is_later in zip(paths, newer, strict=True) if is_later), None)

@@ -26,7 +26,13 @@ from dist_ckpt.errors import CheckpointError, ConflictError, StorageError
 from dist_ckpt.reports import SaveReport
 from dist_ckpt.runs.listing import list_run
 from dist_ckpt.runs.metrics import put_metrics, put_saved
-from dist_ckpt.runs.prune import find_metric_names, free_oldest, prune, remove_dead_saves
+from dist_ckpt.runs.prune import (
+    find_metric_names,
+    free_oldest,
+    is_refused,
+    prune,
+    remove_dead_saves,
+)
 from dist_ckpt.runs.run import is_complete
 
 _log = logging.getLogger("dist_ckpt")
@@ -287,12 +293,13 @@ class MaintenanceThread:
         except CheckpointError as error:
             _log.warning("%s is not pruned now: %s", self._root, error)
         else:
-            for damaged in (checkpoint for checkpoint, _ in decisions if checkpoint.damage):
-                self._warn_once(
-                    damaged.path,
-                    f"{damaged.path} is damaged, and is not pruned: remove it by "
-                    f"`dist-ckpt prune --damaged`: {damaged.damage}",
-                )
+            for checkpoint, reasons in decisions:
+                path = checkpoint.path
+                if checkpoint.damage:
+                    why = f"remove it by `dist-ckpt prune --damaged`: {checkpoint.damage}"
+                    self._warn_once(path, f"{path} is damaged, and is not pruned: {why}")
+                elif is_refused(checkpoint, reasons):
+                    self._warn_once(path, f"{path} is not pruned: {'; '.join(reasons)}")
             known = {name for checkpoint, _ in decisions for name in checkpoint.metrics}
             unknown = find_metric_names(keep) - known if len(self._saved) > FEW_SAVES else ()
             for name in unknown:

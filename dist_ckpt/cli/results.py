@@ -228,13 +228,17 @@ class Rows(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ProblemRow(JsonObject, frozen=True):
-    """A defect, and the file, rank, tensor and rows that it affects."""
+    """A defect, and the file, rank, tensor and rows that it affects.
+
+    With `is_unread` the storage could not read them, so they may be whole.
+    """
 
     file: str
     rank: int | None
     tensor: str | None
     rows: Rows | None
     what: str
+    is_unread: bool
 
 
 class VerifiedCheckpoint(JsonObject, frozen=True):

@@ -41,7 +41,14 @@ from dist_ckpt.core.storage import (
     open_storage,
     real_path,
 )
-from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
+from dist_ckpt.core.storage.storage_wrappers import UnansweredError
+from dist_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    IncompatibleError,
+    NotFoundError,
+    StorageError,
+)
 from dist_ckpt.runs.metrics import metrics_by_checkpoint
 from dist_ckpt.settings import Settings
 
@@ -53,15 +60,15 @@ class RunCheckpoint:
     """One checkpoint in a folder: facts from its index, and annotations that were added since.
 
     `state` is "committed", or why it cannot be opened; then `problem` says more, and the fields of
-    the index are None. `saved_at` is in seconds since 1970. `save_id` is the id of the save; copies
-    have the same. `metrics` are the newest values, which may be nan. `pin` is the reason of its
-    pin; None if it has no pin. `leases` are the owners of its leases. `protected_by` lists its
-    protections as texts. `is_verified`: all of it was read and checked. `damage` is what a later
-    check or load found damaged, or None: no run resumes from it, and no rule of `keep` counts it.
-    `is_orphaned`: a later incarnation of its run resumed from an earlier step, so nothing resumes
-    from it any more. `is_being_replaced`: a save over it is in progress, or died. `link` is the
-    target of the link that the run has in place of its folder; a link that is not read counts as
-    damaged.
+    the index are None. "unreadable": the storage cannot read it, so it may be whole. `saved_at` is
+    in seconds since 1970. `save_id` is the id of the save; copies have the same. `metrics` are the
+    newest values, which may be nan. `pin` is the reason of its pin; None if it has no pin. `leases`
+    are the owners of its leases. `protected_by` lists its protections as texts. `is_verified`: all
+    of it was read and checked. `damage` is what a later check or load found damaged, or None: no
+    run resumes from it, and no rule of `keep` counts it. `is_orphaned`: a later incarnation of its
+    run resumed from an earlier step, so nothing resumes from it any more. `is_being_replaced`: a
+    save over it is in progress, or died. `link` is the target of the link that the run has in place
+    of its folder; a link that is not read counts as damaged.
     """
 
     name: str
@@ -153,14 +160,20 @@ def checkpoints(root: str | os.PathLike[str]) -> tuple[RunCheckpoint, ...]:
     Raises NotFoundError if the folder does not exist.
     """
     storage, folder = open_storage(root)
-    listing = list_run(storage, folder, now=time.time())
+    listing = list_run(storage, folder, now=time.time(), with_unreadable=True)
     if listing.history_problem:
         _log.warning("the orphaned checkpoints are unknown: %s", listing.history_problem)
     return listing.checkpoints
 
 
-def list_run(storage: Storage, folder: str, *, now: float) -> Listing:
-    """Return the checkpoints and records of a folder; leases expire by the time `now`."""
+def list_run(
+    storage: Storage, folder: str, *, now: float, with_unreadable: bool = False
+) -> Listing:
+    """Return the checkpoints and records of a folder; leases expire by the time `now`.
+
+    If the storage cannot read one of several checkpoints, raise StorageError, because it may be the
+    newest. Or list it as "unreadable", `with_unreadable`.
+    """
     single = _read_checkpoint(storage, folder)
     root = folder if single is None else folder.rpartition("/")[0] or "/"
     if single is None:
@@ -168,6 +181,9 @@ def list_run(storage: Storage, folder: str, *, now: float) -> Listing:
         infos, old = _read_all(storage, root, entries), old_folders_in(entries)
     else:
         infos, old = [single], find_old_folders(storage, root)
+    for info in infos:
+        if info.state == "unreadable" and (single is not None or not with_unreadable):
+            raise StorageError(info.problem or "")
     warn_of_old(root, old)
     annotations = read_annotations(storage, root, with_old=bool(old))
     history, history_problem = IncarnationHistory({}), ""
@@ -251,6 +267,15 @@ def _read_linked_step(storage: Storage, path: str) -> RunCheckpoint:
 
 def _read_folder(storage: Storage, path: str) -> RunCheckpoint | None:
     """Return a checkpoint with the fields of its index; None if the folder has no attempt."""
+    try:
+        return _read_attempts(storage, path)
+    except UnansweredError:  # the others would not be answered either
+        raise
+    except StorageError as error:
+        return RunCheckpoint(path.rpartition("/")[2], path, "unreadable", problem=str(error))
+
+
+def _read_attempts(storage: Storage, path: str) -> RunCheckpoint | None:
     numbered = attempts.list_attempts(storage, path)
     if not numbered:
         return None

@@ -20,6 +20,7 @@ from dist_ckpt.core.commit import attempts, removal
 from dist_ckpt.core.commit.records.incarnations import Incarnation, newest_incarnation
 from dist_ckpt.core.commit.records.protection_protocol import (
     CheckpointRef,
+    is_forbidden,
     protections_at,
     remove_annotations,
     remove_if_unprotected,
@@ -34,7 +35,7 @@ from dist_ckpt.core.commit.records.record_store import (
 )
 from dist_ckpt.core.commit.records.recorded_checks import newest_checks
 from dist_ckpt.core.format.filenames import ATTEMPTS_PER_INCARNATION, Attempt, parse_step_folder
-from dist_ckpt.core.storage import Storage, is_readable_step
+from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import (
     ConflictError,
     CorruptError,
@@ -87,8 +88,7 @@ def delete_at(storage: Storage, path: str, *, force: bool) -> None:
         force=force,
     ):
         raise _protection_error(path, late, "delete")
-    paths = attempts.list_folders(storage, root)
-    paths += [p for p in _list_linked_steps(storage, root) if is_readable_step(storage, p)]
+    paths = attempts.list_readable_folders(storage, root)
     for step, attempt in {
         (stored.step, stored.attempt) for stored in read_annotations(storage, root)
     }:
@@ -142,7 +142,7 @@ def _remove_annotations(
     If one of the `paths` has a copy of it, remove only the deletion intents.
     """
     storage, (_, attempt) = subject.storage, subject.key
-    if not any(attempt in attempts.list_attempts(storage, path) for path in paths):
+    if not any(_may_have(storage, path, attempt) for path in paths):
         waits = removal.awaits_readers(storage, subject.path)
         remove_annotations(storage, subject.root, subject.key, annotations, keep_intents=waits)
         return
@@ -152,11 +152,18 @@ def _remove_annotations(
             subject.withdraw(annotation.name)
 
 
-def _list_linked_steps(storage: Storage, root: str) -> dict[str, int]:
-    """Return the steps that a run has as links to other folders, by their paths."""
+def _may_have(storage: Storage, path: str, attempt: Attempt) -> bool:
+    """Return True if a folder has an attempt, or cannot be read."""
+    try:
+        return attempts.has_folder(storage, path, attempt)
+    except StorageError:
+        return True
+
+
+def _list_linked_steps(storage: Storage, root: str) -> set[int]:
+    """Return the steps that a run has as links to other folders."""
     names = [entry.name for entry in attempts.list_entries(storage, root) if entry.kind == "other"]
-    steps = {f"{root}/{name}": parse_step_folder(name) for name in names}
-    return {path: step for path, step in steps.items() if step is not None}
+    return {step for name in names if (step := parse_step_folder(name)) is not None}
 
 
 def _remove_folder(storage: Storage, root: str, path: str) -> None:
@@ -184,7 +191,7 @@ def finish_removals(storage: Storage, root: str, annotations: Sequence[StoredAnn
     folders = attempts.list_folders(storage, root)
     existing = {attempt for path in folders for attempt in attempts.list_attempts(storage, path)}
     # The target of a linked step may be away for a time.
-    linked = set(_list_linked_steps(storage, root).values())
+    linked = _list_linked_steps(storage, root)
     gone = {
         where: stored
         for where, stored in by_checkpoint.items()
@@ -218,6 +225,7 @@ Decision = tuple[RunCheckpoint, tuple[str, ...]]
 NEWEST, NEWEST_CHECKED = "the newest", "the newest that was checked in full"
 NEWEST_WHOLE = "the newest that passes a quick check"
 NEWEST_UNDAMAGED = "the newest without recorded damage"
+_NOT_ALLOWED = "this user may not remove it"
 DAMAGED = "it is damaged, but its good parts may repair another one: remove it with --damaged"
 _NOT_REQUESTED = "its removal was not requested"
 
@@ -266,6 +274,8 @@ def _find_exemptions(info: RunCheckpoint) -> list[str]:
     """Return why rules do not apply to a checkpoint, or nothing if they apply."""
     if info.link is not None:
         return [f"it is a link to {info.link}, which stays: remove the link by hand"]
+    if info.state == "unreadable":
+        return [f"it cannot be read: {info.problem}"]
     if info.state != "committed":
         return [f"it is {info.state}: remove it by dist-ckpt gc or rm"]
     if info.where is None:
@@ -302,21 +312,25 @@ def prune(  # noqa: PLR0913 - the run, the policy, and limits
     First, finish the removals that an earlier call has left incomplete. `is_whole` is a quick
     check: of the newest checkpoint, and of older ones until one passes. With `among`, only these
     checkpoints may be removed, each at its path. `damaged` is as in `plan_prune`. A `dry_run`
-    changes nothing.
+    changes nothing. Checkpoints that the storage cannot read stay, and so do those that this user
+    may not remove: see `is_refused`.
 
     Raises ConflictError, and removes no more, if an incarnation newer than `incarnation` has begun;
     without `incarnation`, if one begins during the call. NotFoundError if the folder does not
     exist, ValueError if it is a checkpoint, IncompatibleError if it needs an upgrade, also for a
     `dry_run`.
     """
-    listing = list_run(storage, root, now=time.time())
+    listing = list_run(storage, root, now=time.time(), with_unreadable=True)
     refuse_old(listing.root, listing.old_folders)
     if not dry_run and any(annotation.name.kind == LEASE for annotation in listing.annotations):
-        listing = list_run(storage, root, now=removal.read_storage_clock(storage, root))
+        now = removal.read_storage_clock(storage, root)
+        listing = list_run(storage, root, now=now, with_unreadable=True)
     if listing.root != root:
         raise ValueError(f"{root} is one checkpoint: give the folder that it is in")
     if not dry_run:
-        finish_removals(storage, root, listing.annotations)
+        # A checkpoint that cannot be read may be the one that annotations are about.
+        if all(info.state != "unreadable" for info in listing.checkpoints):
+            finish_removals(storage, root, listing.annotations)
         removal.remove_temporary_records(storage, root, grace_s=GONE_S)
     # The first attempt of newer incarnations, which may need their checkpoints.
     limit = inf if incarnation is None else incarnation.first + ATTEMPTS_PER_INCARNATION
@@ -341,10 +355,27 @@ def prune(  # noqa: PLR0913 - the run, the policy, and limits
     if not dry_run and any(not reasons for _, reasons in decisions):
         _sync_newest(storage, listing)
         decisions = [
-            (info, reasons or _remove(storage, listing, info, incarnation))
+            (info, reasons or _remove_if_allowed(storage, listing, info, incarnation))
             for info, reasons in decisions
         ]
     return decisions
+
+
+def _remove_if_allowed(
+    storage: Storage, listing: Listing, info: RunCheckpoint, incarnation: Incarnation | None
+) -> tuple[str, ...]:
+    """Call `_remove`, but return the error as the reason if this user has no permission."""
+    try:
+        return _remove(storage, listing, info, incarnation)
+    except StorageError as error:
+        if not is_forbidden(error):
+            raise
+        return (f"{_NOT_ALLOWED}: {error}",)
+
+
+def is_refused(info: RunCheckpoint, reasons: Iterable[str]) -> bool:
+    """Return True if a checkpoint stays because the storage cannot read or may not remove it."""
+    return info.state == "unreadable" or any(why.startswith(_NOT_ALLOWED) for why in reasons)
 
 
 def _sync_newest(storage: Storage, listing: Listing) -> None:
@@ -369,12 +400,21 @@ def remove_dead_saves(storage: Storage, root: str, incarnation: Incarnation) -> 
     """
     incarnation.check(storage)
     for path in attempts.list_folders(storage, root):
-        for attempt in attempts.list_attempts(storage, path):
-            is_older = 0 < attempt.incarnation < incarnation.number
-            if is_older and not attempts.is_decided(storage, path, attempt):
-                reason = f"{incarnation.number} is a newer incarnation, and needs its space"
-                attempts.try_abandon(storage, path, attempt, by="a newer run", reason=reason)
-        removal.remove_garbage(storage, path, grace_s=inf)
+        try:
+            _remove_dead_saves_at(storage, path, incarnation)
+        except StorageError as error:
+            if not is_forbidden(error):
+                raise
+            _log.warning("what dead saves have left in %s stays: %s", path, error)
+
+
+def _remove_dead_saves_at(storage: Storage, path: str, incarnation: Incarnation) -> None:
+    for attempt in attempts.list_attempts(storage, path):
+        is_older = 0 < attempt.incarnation < incarnation.number
+        if is_older and not attempts.is_decided(storage, path, attempt):
+            reason = f"{incarnation.number} is a newer incarnation, and needs its space"
+            attempts.try_abandon(storage, path, attempt, by="a newer run", reason=reason)
+    removal.remove_garbage(storage, path, grace_s=inf)
 
 
 def plan_room(listing: Listing, missing: int) -> tuple[RunCheckpoint, ...]:

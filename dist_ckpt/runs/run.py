@@ -194,7 +194,7 @@ class Run:
         for info in among or ():
             if not isinstance(info, RunCheckpoint):
                 raise TypeError(f"among has {info!r}: give checkpoints that a dry run returned")
-        listing = self._list()
+        listing = list_run(self._storage, self._root, now=time.time(), with_unreadable=True)
         known = {name for info in listing.checkpoints for name in info.metrics}
         unknown = sorted(find_metric_names(keep) - known)
         plan = plan_prune(listing, keep, damaged=damaged)

@@ -9,7 +9,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from dist_ckpt.checkpointer.maintenance import MaintenanceThread
 from dist_ckpt.core.commit.commit_protocol import claim
 from dist_ckpt.core.commit.records.incarnations import Incarnation, begin_incarnation
 from dist_ckpt.core.saving.save import save_together
-from dist_ckpt.core.storage import Storage, open_storage
+from dist_ckpt.core.storage import Entry, Storage, open_storage
 from dist_ckpt.core.storage.local import local_storage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import (
@@ -589,6 +589,32 @@ class RunningSave:
     def done(self) -> bool:
         """Return False."""
         return False
+
+
+def test_a_step_without_permission_stays_and_the_others_are_pruned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path, 3)
+    trash = tmp_path / "step-00000009" / ".trash-a1-0123456789abcdef"
+    trash.mkdir(parents=True)
+    forbidden = f"{tmp_path}/step-00000002"
+    list_any = LocalStorage.list
+
+    def list_allowed(self: LocalStorage, folder: str, *, follow: bool = True) -> Sequence[Entry]:
+        if folder == forbidden:
+            raise StorageError(f"{folder}: not for you") from PermissionError(errno.EACCES, "")
+        return list_any(self, folder, follow=follow)
+
+    monkeypatch.setattr(LocalStorage, "list", list_allowed)
+    options = RunOptions(root=tmp_path, save=dc.at_end, keep=dc.keep.last(1))
+    maintenance = MaintenanceThread(*root_of(tmp_path), None, options)
+    for _ in range(2):
+        maintenance.make_room(10**18)
+    maintenance.close(30)
+    assert not trash.exists()
+    assert [info.state for info in dc.checkpoints(tmp_path)] == ["unreadable", "committed"]
+    text = f"{forbidden} is not pruned: it cannot be read: {forbidden}: not for you"
+    assert caplog.text.count(text) == 1
 
 
 def test_an_older_incarnation_prunes_nothing_after_a_newer_one_has_begun(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -297,6 +298,19 @@ def test_a_prune_keeps_the_annotations_of_a_linked_step(
     relink(root, target)
     assert dc.Run(root).find(30).pin == "the paper"
     assert {stored.step for stored in read_annotations(*open_storage(root))} == {10, 20, 30}
+
+
+def test_a_delete_of_a_copy_keeps_the_annotations_of_a_linked_step(root: Path) -> None:
+    shutil.copytree(root / NEWEST, root / "copy")
+    dc.delete(root / "copy")
+    assert dc.Run(root).find(30).metrics == {"loss": 0.7}
+
+
+def test_an_error_of_damage_names_a_linked_step_as_the_newest_good(root: Path) -> None:
+    """It named an older step than needed."""
+    damage(root, 20)
+    with pytest.raises(CorruptError, match=f"The newest good checkpoint is {root / NEWEST}$"):
+        dc.load(state(0), root / "step-00000020")
 
 
 # --- copies --------------------------------------------------------------------------------------

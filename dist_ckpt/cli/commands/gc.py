@@ -37,26 +37,31 @@ def gc(path: str, *, grace_s: float, dry_run: bool, as_json: bool) -> None:
 
     PATH is a run's folder, or one checkpoint. Committed checkpoints and files of other programs
     stay. A running save writes all the time, so --grace protects it. gc does not ask for
-    confirmation, as nothing can load the removed files.
+    confirmation, as nothing can load the removed files. What this user may not read or remove is
+    named, and the exit code is 5 then.
 
     \b
     dist-ckpt gc runs/a
     dist-ckpt gc runs/a --grace 60 --dry-run
     """
     storage, root = open_resolved(path)
+    refused: list[str] = []
     if dry_run:
         now = time.time()
-        removed = removal.list_all_garbage(storage, root, grace_s=grace_s, now=now)
+        removed = removal.list_all_garbage(storage, root, grace_s=grace_s, now=now, refused=refused)
     else:
         with exclusive_gc(root):
-            removed = removal.remove_all_garbage(storage, root, grace_s=grace_s)
-    if as_json:
-        output.print_json(GcResult(path=root, dry_run=dry_run, removed=tuple(removed)))
-        return
-    verb = "would be removed" if dry_run else "removed"
-    for name in removed:
-        click.echo(f"{verb} {output.printable(name)}")
-    click.echo(f"{len(removed)} {verb}")
+            removed = removal.remove_all_garbage(storage, root, grace_s=grace_s, refused=refused)
+    for text in refused:
+        click.echo(f"dist-ckpt: {output.printable(text)}", err=True)
+    with output.exit_with(output.IO_ERROR if refused else output.FINE):
+        if as_json:
+            output.print_json(GcResult(path=root, dry_run=dry_run, removed=tuple(removed)))
+            return
+        verb = "would be removed" if dry_run else "removed"
+        for name in removed:
+            click.echo(f"{verb} {output.printable(name)}")
+        click.echo(f"{len(removed)} {verb}")
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 
 import click
 
@@ -29,17 +30,25 @@ def ls(path: str, *, as_json: bool) -> None:
     PATH is a run's folder, or one checkpoint. STATE is "committed", or the reason why the
     checkpoint cannot be loaded. "open" means that a save is running or has crashed; "dist-ckpt gc"
     removes crashed saves. "orphaned" means that the run later resumed from an earlier step.
-    "checked" means that "verify" or a load has checked every byte. The table shows the first few
-    metrics; --json prints all. The total counts a file once for each checkpoint that links it.
+    "checked" means that "verify" or a load has checked every byte. "unreadable" means that this
+    user may not read it, or that the storage failed; the exit code is 5 then. The table shows the
+    first few metrics; --json prints all. The total counts a file once for each checkpoint that
+    links it.
 
     \b
     dist-ckpt ls runs/a
     """
     listing, below = checkpoints(resolve(path)), _runs_in(path)
-    if as_json:
-        rows = convert(listing, tuple[ListedRow, ...])
-        output.print_json(LsResult(path=path, checkpoints=rows, runs=tuple(below)))
-        return
+    is_whole = all(checkpoint.state != "unreadable" for checkpoint in listing)
+    with output.exit_with(output.FINE if is_whole else output.IO_ERROR):
+        if as_json:
+            rows = convert(listing, tuple[ListedRow, ...])
+            output.print_json(LsResult(path=path, checkpoints=rows, runs=tuple(below)))
+        else:
+            _print_table(path, listing, below)
+
+
+def _print_table(path: str, listing: Sequence[RunCheckpoint], below: Sequence[str]) -> None:
     if not listing:
         hint = f", but in {listed(below)}: list one of them" if below else ""
         click.echo(output.printable(f"no checkpoints in {path}{hint}"))
@@ -69,7 +78,7 @@ def ls(path: str, *, as_json: bool) -> None:
     total = format_size(sum(checkpoint.nbytes or 0 for checkpoint in listing))
     click.echo(f"{format_count(len(listing), 'checkpoint')}, {total}")
     for checkpoint in listing:
-        is_unreadable = checkpoint.state in ("damaged", "incompatible")
+        is_unreadable = checkpoint.state in ("damaged", "incompatible", "unreadable")
         if problem := checkpoint.damage or (checkpoint.problem if is_unreadable else None):
             click.echo(f"{output.printable(checkpoint.name)}: {output.printable(problem)}")
     if below:

@@ -10,7 +10,7 @@ from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import PruneResult, PruneRow, extend
 from dist_ckpt.message_text import format_count, format_size
 from dist_ckpt.runs import retention_policy as policies
-from dist_ckpt.runs.prune import Decision
+from dist_ckpt.runs.prune import Decision, is_refused
 from dist_ckpt.runs.run import Run
 
 
@@ -42,7 +42,8 @@ def prune(  # noqa: PLR0913 - its options
     - all that are pinned, tagged or leased
 
     Checkpoints that "dist-ckpt verify" or a load found damaged do not count for any rule. They
-    stay, because their good parts may repair another one, unless you give --damaged.
+    stay, because their good parts may repair another one, unless you give --damaged. Those that
+    this user may not read or remove stay and are named, and the exit code is 5 then.
 
     \b
     dist-ckpt prune runs/a --keep "last(3) | best(2, min='val/loss')" --dry-run --explain
@@ -60,10 +61,12 @@ def prune(  # noqa: PLR0913 - its options
     if doomed and not dry_run:
         # A job may have saved meanwhile. Only checkpoints that were shown are removed.
         plan = run.prune(keep, among=doomed, damaged=damaged)
-    if as_json:
-        rows = tuple(extend(info, PruneRow, kept_by=reasons) for info, reasons in plan)
-        output.print_json(PruneResult(root=root, dry_run=dry_run, checkpoints=rows))
-    else:
+    refused = any(is_refused(info, reasons) for info, reasons in plan)
+    with output.exit_with(output.IO_ERROR if refused else output.FINE):
+        if as_json:
+            rows = tuple(extend(info, PruneRow, kept_by=reasons) for info, reasons in plan)
+            output.print_json(PruneResult(root=root, dry_run=dry_run, checkpoints=rows))
+            return
         verb = "would be removed" if dry_run else "removed"
         for line in _lines(plan, explain=explain, verb=verb):
             click.echo(output.printable(line))
@@ -74,7 +77,7 @@ def _lines(plan: Sequence[Decision], *, explain: bool, verb: str) -> Iterator[st
     for checkpoint, reasons in plan:
         if not reasons:
             yield f"{verb}  {checkpoint.name}  {format_size(checkpoint.nbytes or 0)}"
-        elif explain:
+        elif explain or is_refused(checkpoint, reasons):
             yield f"kept  {checkpoint.name}  {'; '.join(reasons)}"
     freed = format_size(sum(checkpoint.nbytes or 0 for checkpoint in gone))
     yield f"{len(gone)} {verb} ({freed}), {len(plan) - len(gone)} kept"

@@ -31,8 +31,9 @@ def verify(path: str, *, quick: bool, as_json: bool) -> None:
     """Check every byte of a checkpoint, and name damaged files and tensors.
 
     PATH is one checkpoint, or a run's folder. In a folder it checks all committed checkpoints that
-    "dist-ckpt ls" lists. Exit code 1 if anything is damaged. The result is recorded in the run:
-    prune, @latest and a resume obey it.
+    "dist-ckpt ls" lists. Exit code 1 if anything is damaged, 5 if the storage could not read
+    something: it may be whole. The result is recorded in the run: prune, @latest and a resume obey
+    it.
 
     \b
     dist-ckpt verify runs/a@latest
@@ -44,15 +45,21 @@ def verify(path: str, *, quick: bool, as_json: bool) -> None:
     if not listing or listing[0].path == open_storage(path)[1]:
         with output.progress("verify") as update:
             report = verify_checkpoint(path, level=level, progress=update, opener=OPENER)
-        with output.exit_with(output.FINE if report.ok else output.FINDING):
+        with output.exit_with(_code(report)):
             if as_json:
                 output.print_json(results.convert(report, results.VerifyResult))
             else:
                 newest = find_newest_good(*open_storage(path))
-                advice = f"the newest good one is {newest}" if newest else "load an older one"
-                _print(report, f"; {advice}")
+                advice = f"; the newest good one is {newest}" if newest else "; load an older one"
+                _print(report, "" if report.is_unread else advice)
     else:
         _verify_all(path, listing, level, as_json=as_json)
+
+
+def _code(report: VerifyReport) -> int:
+    if report.is_unread:
+        return output.IO_ERROR
+    return output.FINE if report.ok else output.FINDING
 
 
 def _verify_all(
@@ -71,6 +78,7 @@ def _verify_all(
         codes |= {code} - {output.FINE}
         if isinstance(result, VerifyReport):
             reports.append(result)
+            codes |= {output.IO_ERROR} if result.is_unread else set()
         else:
             not_checked.append(result)
         if not as_json:
@@ -80,7 +88,8 @@ def _verify_all(
         states = [f"{each.path} is {each.why}" for each in not_checked]
         text = f"no committed checkpoint is in {root}: {states_text(states)}. Check the path"
         raise NotFoundError(text)
-    num_damaged = sum(not report.ok for report in reports)
+    num_unread = sum(report.is_unread for report in reports)
+    num_damaged = sum(not report.ok for report in reports) - num_unread
     with output.exit_with(output.FINDING if num_damaged else min(codes, default=output.FINE)):
         if as_json:
             document = results.VerifyAllResult(
@@ -94,7 +103,10 @@ def _verify_all(
             checked = f"{format_count(len(reports), 'checkpoint')} checked"
             good = [report.path for report in reports if report.ok]
             newest = f"; the newest good one is {good[-1]}" if num_damaged and good else ""
-            click.echo(output.printable(f"{root}: {checked}, {num_damaged} damaged{newest}"))
+            unread = f", {num_unread} not read completely" if num_unread else ""
+            click.echo(
+                output.printable(f"{root}: {checked}, {num_damaged} damaged{unread}{newest}")
+            )
 
 
 def _verify(
@@ -140,11 +152,12 @@ def _damage_lines(causes: Sequence[Problem], problems: Sequence[Problem]) -> Ite
     for problem in problems:
         lost.setdefault((problem.file, problem.cause), []).append(_place(problem))
     for first, *others in group_similar(causes, lambda p: p.what.replace(p.tensor or "\n", "#")):
-        yield f"DAMAGED  {first.what}"
+        yield f"{'UNREAD ' if first.is_unread else 'DAMAGED'}  {first.what}"
         if others:
             yield f"         and {len(others)} more like it: {listed([*map(_place, others)])}"
         if parts := [part for p in (first, *others) for part in lost.get((p.file, p.what), ())]:
-            yield f"         lost with it: {listed(parts)}"
+            lack = "not read" if first.is_unread else "lost"
+            yield f"         {lack} with it: {listed(parts)}"
 
 
 def _place(problem: Problem) -> str:

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from threading import Lock
@@ -51,7 +51,8 @@ class Problem:
     """One problem of a file; `rank`, `tensor` and `rows` say what is damaged, if that is known.
 
     `is_damage`: stored data is lost. False for errors of the storage, and for files without data.
-    `cause`: the problem of the file by which this part of a tensor is lost.
+    `cause`: the problem of the file by which this part of a tensor is lost. `is_unread`: the
+    storage could not read it, so it may be whole.
     """
 
     file: str
@@ -61,6 +62,7 @@ class Problem:
     what: str
     is_damage: bool = True
     cause: str | None = None
+    is_unread: bool = False
 
     def __str__(self) -> str:
         return self.what
@@ -85,6 +87,11 @@ class VerifyReport:
     def ok(self) -> bool:
         """True if there are no problems."""
         return not self.problems
+
+    @property
+    def is_unread(self) -> bool:
+        """True if there are problems, but only because the storage could not read something."""
+        return bool(self.problems) and all(problem.is_unread for problem in self.problems)
 
 
 def verify(
@@ -335,7 +342,7 @@ class _VerifyRun:
         except FileNotFoundError:
             self._add_problem(filenames.CLAIM, None, f"{path} is missing", is_damage=False)
         except CheckpointError as error:
-            self._add_problem(filenames.CLAIM, None, str(error), is_damage=False)
+            self._add_problem(filenames.CLAIM, None, error, is_damage=False)
 
     def _check_objects(self, record: ObjectsFileRecord) -> None:
         path = f"{self._folder}/{record.name}"
@@ -343,7 +350,7 @@ class _VerifyRun:
         try:
             file = open_files.read_objects(self._storage, self._folder, record)
         except CheckpointError as error:
-            self._add_problem(record.name, rank, str(error), is_damage=_is_damage(error))
+            self._add_problem(record.name, rank, error)
             return
         self._count(record.nbytes)
         catalog, contents = self._index.catalog, self._contents
@@ -355,7 +362,7 @@ class _VerifyRun:
         try:
             open_files.read_attached_file(self._storage, self._folder, record)
         except CheckpointError as error:
-            self._add_problem(record.file_name, 0, str(error), is_damage=_is_damage(error))
+            self._add_problem(record.file_name, 0, error)
             return
         self._count(record.nbytes)
 
@@ -392,7 +399,7 @@ class _VerifyRun:
                 (fqn, open_files.rows_of(cell, shape, ElementRange(0, cell.numel)))
                 for (fqn, cell), (_, shape) in expected.items()
             ]
-            self._add_lost(record, str(error), lost, is_damage=_is_damage(error))
+            self._add_lost(record, error, lost)
             return None
         self._count(record.header_nbytes)
         if wrong_size is not None:
@@ -422,7 +429,7 @@ class _VerifyRun:
                 lost = [
                     (block.shard.fqn, block_reads.rows_of_block(block)) for block in read.blocks
                 ]
-                self._add_lost(file.record, str(error), lost, is_damage=_is_damage(error))
+                self._add_lost(file.record, error, lost)
                 return
             for block in read.blocks:
                 start, stop = block.start - read.span.start, block.stop - read.span.start
@@ -437,35 +444,31 @@ class _VerifyRun:
                     self._add_problem(name, rank, text, tensor=block.shard.fqn, rows=rows)
 
     def _add_lost(
-        self,
-        record: ShardFileRecord,
-        problem: str,
-        lost: Iterable[_Lost],
-        *,
-        is_damage: bool = True,
+        self, record: ShardFileRecord, problem: str | CheckpointError, lost: Iterable[_Lost]
     ) -> None:
         """Add a problem of a file, and one problem for each range of rows that is lost with it."""
-        name, rank = self._index.file_name(record), record.rank
-        self._add_problem(name, rank, problem, is_damage=is_damage)
+        whole = self._add_problem(self._index.file_name(record), record.rank, problem)
         for fqn, rows in lost:
-            text = f"{fqn} {open_files.rows_text(rows)}: lost, for {problem}"
-            self.problems.append(Problem(name, rank, fqn, rows, text, is_damage, cause=problem))
+            lack = "not read" if whole.is_unread else "lost"
+            text = f"{fqn} {open_files.rows_text(rows)}: {lack}, for {problem}"
+            self.problems.append(replace(whole, tensor=fqn, rows=rows, what=text, cause=whole.what))
 
     def _add_problem(
         self,
         file: str,
         rank: int | None,
-        text: str,
+        what: str | CheckpointError,
         *,
         tensor: str | None = None,
         rows: ByteRange | None = None,
         is_damage: bool = True,
-    ) -> None:
-        self.problems.append(Problem(file, rank, tensor, rows, text, is_damage))
-
-
-def _is_damage(error: CheckpointError) -> bool:
-    return isinstance(error, CorruptError)
+    ) -> Problem:
+        """Add a problem, and return it. Of errors, only a CorruptError is damage."""
+        is_damage = is_damage and isinstance(what, str | CorruptError)
+        is_unread = isinstance(what, StorageError)
+        problem = Problem(file, rank, tensor, rows, str(what), is_damage, is_unread=is_unread)
+        self.problems.append(problem)
+        return problem
 
 
 def _shard_text(shard: tuple[str, Shape] | None) -> str:

@@ -28,7 +28,7 @@ from dist_ckpt.core.format.filenames import (
 )
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Abandoned, Index
-from dist_ckpt.core.storage import Entry, Storage
+from dist_ckpt.core.storage import Entry, Storage, is_readable_step
 from dist_ckpt.errors import (
     CheckpointError,
     CorruptError,
@@ -47,14 +47,16 @@ MAX_TRIES = 16
 # How many entries of a folder without a checkpoint are examined for the error message.
 MAX_ATTEMPTS_READ = 16
 
-AttemptState = Literal["open", "committed", "abandoned", "damaged", "incompatible"]
+AttemptState = Literal["open", "committed", "abandoned", "damaged", "incompatible", "unreadable"]
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
     """The state of one attempt. `modified_at` is the time of its newest file, by the storage.
 
-    "damaged": the index cannot be read. "incompatible": a newer dist_ckpt wrote the index.
+    "damaged": the index is damaged. "incompatible": a newer dist_ckpt wrote the index. Only the
+    listing of a run has "unreadable": the storage cannot read the checkpoint, for want of a
+    permission for example.
     """
 
     attempt: Attempt
@@ -127,6 +129,16 @@ def list_folders(storage: Storage, root: str) -> list[str]:
     """Return the paths of the folders in `root` that may be checkpoints; [] without `root`."""
     names = [entry.name for entry in list_entries(storage, root) if entry.kind == "folder"]
     return [f"{root.rstrip('/')}/{name}" for name in names if name not in RESERVED_NAMES]
+
+
+def list_readable_folders(storage: Storage, root: str) -> list[str]:
+    """Return what `list_folders` returns, and the linked steps that are read."""
+    links = [
+        f"{root.rstrip('/')}/{entry.name}"
+        for entry in list_entries(storage, root)
+        if entry.kind == "other"
+    ]
+    return list_folders(storage, root) + [p for p in links if is_readable_step(storage, p)]
 
 
 def no_folder_error(path: str, error: OSError) -> NotFoundError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import posixpath
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import PurePosixPath
 
@@ -28,7 +28,7 @@ from dist_ckpt.core.commit.attempts import (
     try_abandon,
 )
 from dist_ckpt.core.commit.records.incarnations import Incarnation
-from dist_ckpt.core.commit.records.protection_protocol import protections_at
+from dist_ckpt.core.commit.records.protection_protocol import is_forbidden, protections_at
 from dist_ckpt.core.commit.records.record_store import (
     check_upgraded,
     list_temporary_records,
@@ -212,17 +212,32 @@ def _find_garbage(
     ]
 
 
-def list_all_garbage(storage: Storage, root: str, *, grace_s: float, now: float) -> tuple[str, ...]:
+def list_all_garbage(
+    storage: Storage, root: str, *, grace_s: float, now: float, refused: list[str] | None = None
+) -> tuple[str, ...]:
     """Return the paths that `remove_all_garbage` would remove at the storage's time `now`."""
-    return tuple(
-        f"{path}/{name}"
-        for path in _list_folders(storage, root)
-        for name in list_garbage(storage, path, grace_s=grace_s, now=now)
-    ) + tuple(
-        file
-        for file, modified_at in list_temporary_records(storage, root)
-        if now - modified_at > grace_s
+    records = list_temporary_records(storage, root)
+    return (
+        *_collect(
+            _list_folders(storage, root),
+            lambda path: list_garbage(storage, path, grace_s=grace_s, now=now),
+            refused,
+        ),
+        *(file for file, modified_at in records if now - modified_at > grace_s),
     )
+
+
+def _collect(
+    paths: Sequence[str], collect: Callable[[str], Sequence[str]], refused: list[str] | None
+) -> Iterator[str]:
+    """Yield the garbage in folders. See `remove_all_garbage` about `refused`."""
+    for path in paths:
+        try:
+            yield from [f"{path}/{name}" for name in collect(path)]
+        except StorageError as error:
+            if refused is None or not is_forbidden(error):
+                raise
+            refused.append(str(error))
 
 
 def _find_superseded(
@@ -254,20 +269,25 @@ def _find_superseded(
     return superseded
 
 
-def remove_all_garbage(storage: Storage, root: str, *, grace_s: float) -> tuple[str, ...]:
+def remove_all_garbage(
+    storage: Storage, root: str, *, grace_s: float, refused: list[str] | None = None
+) -> tuple[str, ...]:
     """Call `remove_garbage` at `root` and at every folder in it; return the removed paths.
 
     Removes also the folders in `root` that become empty, and old temporary records. Raises
     NotFoundError if `root` does not exist, ExistsError if it is a linked step, and
-    IncompatibleError if `root` or its parent needs an upgrade.
+    IncompatibleError if `root` or its parent needs an upgrade. With `refused`, a folder for which
+    this user has no permission does not end the call: its error is added there.
     """
-    removed = []
-    for path in _list_folders(storage, root):
+
+    def remove_at(path: str) -> Sequence[str]:
         names = remove_garbage(storage, path, grace_s=grace_s)
-        removed += [f"{path}/{name}" for name in names]
         if names and path != root:
             with suppress(StorageError, FileNotFoundError, NotADirectoryError):
                 storage.remove(path)
+        return names
+
+    removed = _collect(_list_folders(storage, root), remove_at, refused)
     return (*removed, *remove_temporary_records(storage, root, grace_s=grace_s))
 
 

@@ -101,6 +101,8 @@ def check_damage(
     level: Level = check
     try:
         report = verify(path, level=level, progress=progress, opener=OPENER)
+        if report.is_unread:
+            return CheckResult(why=str(report.problems[0]), has_failed=True, recorded=recorded)
         return CheckResult(report, recorded=recorded)
     except CheckpointError as error:
         return CheckResult(why=str(error), has_failed=True, recorded=recorded)
@@ -114,6 +116,7 @@ def _problem_row(problem: Problem) -> Json:
         "tensor": None if problem.tensor is None else clip(problem.tensor),
         "rows": None if rows is None else [rows.start, rows.stop],
         "what": clip(problem.what) if problem.cause is None else "lost with the file",
+        "is_unread": problem.is_unread,
     }
 
 
@@ -189,7 +192,7 @@ ProgressOf = Callable[[str], Progress | None]
 def run_facts(root: str, check: Check, progress_of: ProgressOf) -> dict[str, Json]:
     """Return the facts of the run in `root`. NotFoundError if the folder does not exist."""
     storage, folder = open_storage(root)
-    listing = list_run(storage, folder, now=time.time())
+    listing = list_run(storage, folder, now=time.time(), with_unreadable=True)
     shown = listing.checkpoints[-MAX_CHECKPOINTS:]
     times = save_times(listing.annotations)
     rows = [_checkpoint_row(info, times, check, progress_of) for info in shown]

@@ -275,6 +275,11 @@ def is_for_want_of_room(error: BaseException) -> bool:
     return any(isinstance(cause, OSError) and cause.errno in full for cause in _causes(error))
 
 
+def is_forbidden(error: BaseException) -> bool:
+    """Return True if the storage refused a call because this user has no permission."""
+    return any(isinstance(cause, PermissionError) for cause in _causes(error))
+
+
 def _find_unanswered_call(error: BaseException) -> Future[Any] | None:
     """Return the storage call that missed its deadline, or was interrupted, if there is one."""
     for cause in _causes(error):

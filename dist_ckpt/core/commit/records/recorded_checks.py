@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-from dist_ckpt.core.commit.attempts import find_checkpoint, list_attempts, list_folders
+from dist_ckpt.core.commit.attempts import find_checkpoint, list_attempts, list_readable_folders
 from dist_ckpt.core.commit.records.incarnations import read_history
 from dist_ckpt.core.commit.records.protections import CheckpointKey
 from dist_ckpt.core.commit.records.record_store import (
@@ -98,7 +98,7 @@ def note_check(storage: Storage, path: str, index: Index, level: str, damage: st
 
 def iterate_siblings(storage: Storage, path: str) -> Iterator[tuple[str, Index]]:
     """Yield the other checkpoints in the folder of a checkpoint, without those not readable."""
-    for other in list_folders(storage, path.rpartition("/")[0] or "/"):
+    for other in list_readable_folders(storage, path.rpartition("/")[0] or "/"):
         if other != path:
             with suppress(CheckpointError, OSError):
                 yield other, find_checkpoint(storage, other)[1]
@@ -171,5 +171,5 @@ def _find_damage(storage: Storage, root: str, key: CheckpointKey) -> str | None:
 
 def _has_more(storage: Storage, root: str) -> bool:
     """Return True if a folder has several checkpoints, so that a prune may choose among them."""
-    have = (path for path in list_folders(storage, root) if list_attempts(storage, path))
+    have = (path for path in list_readable_folders(storage, root) if list_attempts(storage, path))
     return next(have, None) is not None and next(have, None) is not None
