@@ -398,6 +398,7 @@ def write_small_file(storage: Storage, file: str, data: bytes) -> None:
             stack.callback(writer.discard)
             writer.write_at(0, data)
             nbytes = writer.finish()
+            stack.pop_all()  # it is closed
         if nbytes != len(data):
             raise StorageError(
                 f"{file} has {nbytes} bytes after writing {len(data)}: check the storage"

@@ -115,6 +115,7 @@ def write_document(storage: WritableStorage, folder: str, name: str, data: bytes
         file = create_file(storage, f"{folder}/{name}", len(data), stack)
         file.write_at(0, data)
         finish_file(file, f"{folder}/{name}", len(data))
+        stack.pop_all()  # it is closed
     return FileReceipt(name, len(data), 0, checksums.document_digest(data))
 
 
@@ -151,6 +152,7 @@ def _write_shard_files(
                     waiting=NUM_WAITING,
                     stall_s=stall_s,
                 )
+        stack.pop_all()  # all are closed
         return tuple(receipt for receipt in results if receipt is not None)
 
 
