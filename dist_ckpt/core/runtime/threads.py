@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import TypeVar
 from weakref import WeakMethod
 
@@ -42,7 +43,6 @@ class DaemonThreads:
 
     def __init__(self, max_threads: int) -> None:
         self._max_threads = max_threads
-        self._closed = False
         self._team = _ThreadTeam()
 
     def submit(self, call: Callable[[], T], into: Future[T] | None = None) -> Future[T]:
@@ -56,52 +56,57 @@ class DaemonThreads:
         if self._team.pid != os.getpid():
             self._team = _ThreadTeam()
         future: Future[T] = into or Future()
+        # No lambda: its frame would keep the future alive as long as an error keeps the frame.
+        work = partial(run_into, future, call)
         team = self._team
-        with team.changed:
-            # No lambda: its frame would keep the future alive as long as an error keeps the frame.
-            team.calls.append(partial(run_into, future, call))
-            if len(team.calls) <= team.num_idle:
-                team.changed.notify()
-            elif team.num_threads < self._max_threads:
-                thread = threading.Thread(target=self._serve, name="dist_ckpt", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError:
-                    team.calls.pop()
-                    raise
+        with team.lock:
+            if team.num_free <= 0 and team.num_threads < self._max_threads:
+                threading.Thread(target=team.serve, name="dist_ckpt", daemon=True).start()
                 team.num_threads += 1
+            team.num_free -= 1
+            team.calls.put(work)
         return future
 
     def close(self) -> None:
-        """Let each thread end when no calls are left."""
-        with self._team.changed:
-            self._closed = True
-            self._team.changed.notify_all()
-
-    def _serve(self) -> None:
-        team = self._team
-        while True:
-            with team.changed:
-                team.num_idle += 1
-                team.changed.wait_for(lambda: team.calls or self._closed, IDLE_S)
-                team.num_idle -= 1
-                if not team.calls:
-                    team.num_threads -= 1
-                    return
-                call = team.calls.popleft()
-            call()
-            del call  # it holds buffers
+        """Let each thread end when no calls are left. Submit nothing after this."""
+        for _ in range(self._team.num_threads):
+            self._team.calls.put(None)
 
 
 @dataclass(slots=True)
 class _ThreadTeam:
-    """The threads of one process, and their waiting calls."""
+    """The threads of one process, and their waiting calls; None ends one thread.
+
+    `num_free` counts the idle threads, less the calls that wait for a thread.
+    """
 
     pid: int = field(default_factory=os.getpid)
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    calls: deque[Callable[[], None]] = field(default_factory=deque)
+    calls: SimpleQueue[Callable[[], None] | None] = field(default_factory=SimpleQueue)
+    # Reentrant: a finalizer may close a file while its thread has the lock.
+    lock: threading.RLock = field(default_factory=threading.RLock)
     num_threads: int = 0
-    num_idle: int = 0
+    num_free: int = 0
+
+    def serve(self) -> None:
+        """Make calls until none comes for `IDLE_S`."""
+        while True:
+            with self.lock:
+                self.num_free += 1
+            if (call := self._next_call()) is None:
+                return
+            call()
+            del call  # it holds buffers
+
+    def _next_call(self) -> Callable[[], None] | None:
+        while True:
+            try:
+                return self.calls.get(timeout=IDLE_S)
+            except Empty:
+                with self.lock:
+                    if self.num_free > 0:  # otherwise a call is coming
+                        self.num_free -= 1
+                        self.num_threads -= 1
+                        return None
 
 
 _monitored = threading.local()

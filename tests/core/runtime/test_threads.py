@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 import pytest
@@ -20,6 +21,32 @@ from dist_ckpt.core.runtime.threads import (
 from dist_ckpt.errors import StorageError
 
 T = TypeVar("T")
+
+
+def test_calls_that_wait_for_each_other_get_a_thread_each() -> None:
+    pool, meeting = DaemonThreads(2), threading.Barrier(2)
+    for _ in range(50):
+        answers = [pool.submit(partial(meeting.wait, 10)) for _ in range(2)]
+        assert sorted(answer.result(timeout=10) for answer in answers) == [0, 1]
+
+
+def test_an_idle_thread_ends_and_the_next_call_gets_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "IDLE_S", 0.01)
+    pool = DaemonThreads(1)
+    first = pool.submit(threading.current_thread).result(timeout=10)
+    first.join(10)
+    assert not first.is_alive()
+    assert pool.submit(threading.current_thread).result(timeout=10) is not first
+
+
+def test_closed_threads_make_all_calls_and_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "IDLE_S", 300.0)
+    pool = DaemonThreads(2)
+    answers = [pool.submit(threading.current_thread) for _ in range(9)]
+    pool.close()
+    for thread in {answer.result(timeout=10) for answer in answers}:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_results_come_in_the_order_of_the_items() -> None:
