@@ -43,7 +43,7 @@ from dist_ckpt.core.commit.attempts import (
     write_small_file,
 )
 from dist_ckpt.core.commit.records.incarnations import Incarnation
-from dist_ckpt.core.commit.records.protection_protocol import refuse_protected
+from dist_ckpt.core.commit.records.protection_protocol import protections_in, refuse_protected
 from dist_ckpt.core.commit.records.record_store import check_upgraded
 from dist_ckpt.core.commit.removal import read_storage_clock, remove
 from dist_ckpt.core.format.filenames import (
@@ -105,13 +105,14 @@ def attempts_to_replace(storage: Storage, path: str, *, overwrite: bool) -> tupl
 
     Raises the errors of `claim` about the contents of the path. Does not check if writes work.
     """
-    check_upgraded(storage, posixpath.dirname(refuse_linked_step(path)))
+    root = refuse_linked_step(path)
+    check_upgraded(storage, root)
     entries = list_if_replaceable(storage, path, lambda _: overwrite)
     if entries is None:
         return ()
     attempts = tuple(parse_attempts(entries))
     # A claim uses the storage's clock, but that needs a write. Here this host's clock must do.
-    refuse_protected(storage, path, attempts, lambda *_: time.time())
+    refuse_protected(path, protections_in(storage, root, attempts, lambda *_: time.time()))
     return attempts
 
 
@@ -203,12 +204,15 @@ def claim(
     try:
         if incarnation is not None:
             incarnation.check(storage)
-        check_upgraded(storage, posixpath.dirname(refuse_linked_step(path)))
+        root = refuse_linked_step(path)
+        check_upgraded(storage, root)
         for _ in range(MAX_TRIES):
             entries = _list_or_create(storage, path, new_folders, may_replace=may_replace)
             # A run does not check here: `remove_superseded` leaves protected attempts in place.
-            if incarnation is None and not force:
-                refuse_protected(storage, path, list(parse_attempts(entries)), read_storage_clock)
+            attempts = list(parse_attempts(entries))
+            if attempts and incarnation is None and not force:
+                protections = protections_in(storage, root, attempts, read_storage_clock)
+                refuse_protected(path, protections)
             attempt = _next_attempt(entries, path, incarnation)
             try:
                 storage.make_folder(f"{path}/{attempt}")

@@ -60,7 +60,8 @@ def remove(storage: Storage, path: str, attempt: Attempt) -> None:
     On return the removal is durable and the space is free. Files that dist_ckpt did not write stay;
     their names are logged. ExistsError for a linked step: the step may just have been moved.
     """
-    refuse_linked_step(path)
+    if posixpath.islink(path):
+        refuse_linked_step(path)
     trash = f"{path}/{trash_name(attempt)}"
     try:
         with suppress(FileNotFoundError):  # another process removes it too

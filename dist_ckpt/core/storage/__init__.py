@@ -152,7 +152,7 @@ def linked_step_problem(storage: Storage, path: str) -> str:
 
 
 def refuse_linked_step(path: str) -> str:
-    """Return the `entry_path` of a path. Raise ExistsError if it is a linked step."""
+    """Return the folder of a path's `entry_path`. Raise ExistsError if it is a linked step."""
     entry = entry_path(path)
     if is_linked_step(entry):
         raise ExistsError(
@@ -160,4 +160,4 @@ def refuse_linked_step(path: str) -> str:
             f"link of a step. To free this name, remove the link: rm {shlex.quote(entry)}. To "
             f"change the checkpoint, give its own path: {real_path(entry)}"
         )
-    return entry
+    return posixpath.dirname(entry)

@@ -87,7 +87,7 @@ def strip_at(
 ) -> SaveReport:
     """Strip the checkpoint at a real path of a storage."""
     counting = CountingStorage(storage)
-    check_upgraded(counting, os.path.dirname(refuse_linked_step(path)))
+    check_upgraded(counting, refuse_linked_step(path))
     phases = Phases("strip", path, quiet=False)
     opened = OpenCheckpoint.at(counting, path)
     _finish_earlier_strip(counting, path, opened.attempt, opened.index)
@@ -131,7 +131,7 @@ def count_remaining(
 
     Nothing is changed. Raises the errors that the strip raises before it writes.
     """
-    check_upgraded(storage, os.path.dirname(refuse_linked_step(path)))
+    check_upgraded(storage, refuse_linked_step(path))
     opened = OpenCheckpoint.at(storage, path)
     index = _Remaining.of(opened, names).index
     if not force:  # by the clock of this host: to read the clock of the storage needs a write

@@ -173,11 +173,23 @@ def protections_at(
 ) -> dict[Attempt, tuple[str, ...]]:
     """Return the protections of attempts at a path, as texts. Unprotected attempts are left out.
 
-    `clock` returns the storage's time at a folder. A root without annotations costs one listing.
+    See `protections_in`.
     """
     if not candidates:
         return {}
-    root = posixpath.dirname(entry_path(path))
+    return protections_in(storage, posixpath.dirname(entry_path(path)), candidates, clock)
+
+
+def protections_in(
+    storage: Storage,
+    root: str,
+    candidates: Collection[Attempt],
+    clock: Callable[[Storage, str], float],
+) -> dict[Attempt, tuple[str, ...]]:
+    """Return the protections of attempts in a root, as `protections_at` does.
+
+    `clock` returns the storage's time at a folder. A root without annotations costs one listing.
+    """
     entries = list_entries(storage, root)
     old = old_folders_in(entries)
     if not old and all(entry.name != ANNOTATIONS for entry in entries):
@@ -194,14 +206,9 @@ def protections_at(
     return {key[1]: texts for key in subjects if (texts := protections.of(key))}
 
 
-def refuse_protected(
-    storage: Storage,
-    path: str,
-    candidates: Collection[Attempt],
-    clock: Callable[[Storage, str], float],
-) -> None:
+def refuse_protected(path: str, protections: Mapping[Attempt, tuple[str, ...]]) -> None:
     """Raise ExistsError if an attempt that a save would replace is pinned, tagged or leased."""
-    for attempt, texts in sorted(protections_at(storage, path, candidates, clock).items()):
+    for attempt, texts in sorted(protections.items()):
         raise ExistsError(
             f"{path}: the checkpoint there ({attempt}) is protected: {'; '.join(texts)}. Remove "
             f"the protection first, or choose another path"
