@@ -111,17 +111,20 @@ class Settings:
                     f"{_variable(old)} is called {_variable(new)} since dist_ckpt 0.2.0: set "
                     f"{_variable(new)}, and unset {_variable(old)}"
                 )
-        defaults, options = Settings(), {}
-        for field in fields(defaults):
+        options = {}
+        for field in fields(_DEFAULTS):
             text = environ.get(_variable(field.name))
             if text is None or field.name == "group_timeout_s":
                 continue
             try:
-                options[field.name] = type(getattr(defaults, field.name))(text)
+                options[field.name] = type(getattr(_DEFAULTS, field.name))(text)
             except ValueError:
                 raise ValueError(f"{_variable(field.name)}={text!r} is not a number") from None
         is_explicit = "join_timeout_s" in options
         return Settings(**options, group_timeout_s=None if is_explicit else group_timeout_s)
+
+
+_DEFAULTS = Settings()
 
 
 def _variable(name: str) -> str:

@@ -14,7 +14,7 @@ from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.runtime.threads import CallMonitor, DaemonThreads, has_outcome
@@ -26,17 +26,10 @@ from dist_ckpt.settings import STALL_TIMEOUT_S, stall_timeout_s
 T = TypeVar("T")
 
 
-@runtime_checkable
-class _LimitedStorage(Protocol):
-    """A storage that can also tell its free space."""
-
-    def free_nbytes(self, path: str) -> int | None:
-        """See the function `free_nbytes`."""
-
-
 def free_nbytes(storage: Storage, path: str) -> int | None:
     """Return the free bytes for new files at `path`; None if the storage cannot tell."""
-    return storage.free_nbytes(path) if isinstance(storage, _LimitedStorage) else None
+    ask: Callable[[str], int | None] | None = getattr(storage, "free_nbytes", None)
+    return ask(path) if ask else None
 
 
 class ForwardingStorage:

@@ -30,7 +30,9 @@ def test_calls_that_wait_for_each_other_get_a_thread_each() -> None:
         assert sorted(answer.result(timeout=10) for answer in answers) == [0, 1]
 
 
-def test_an_idle_thread_ends_and_the_next_call_gets_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_thread_ends_and_the_next_call_gets_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(threads, "IDLE_S", 0.01)
     pool = DaemonThreads(1)
     first = pool.submit(threading.current_thread).result(timeout=10)

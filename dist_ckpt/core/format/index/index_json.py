@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
 from functools import cached_property
 from itertools import chain, pairwise
 from math import lcm, prod
@@ -109,7 +108,13 @@ def encode(index: Index | Abandoned, encoded_catalog: EncodedCatalog | None = No
     """Return the document. Raises ValueError if JSON lacks a value."""
     try:
         if isinstance(index, Abandoned):
-            doc: Json = {"format": strict_json.FORMAT, "state": "abandoned", **asdict(index)}
+            doc: Json = {
+                "format": strict_json.FORMAT,
+                "state": "abandoned",
+                "attempt": index.attempt,
+                "by": index.by,
+                "reason": index.reason,
+            }
             body = strict_json.dump(doc).removesuffix(b"}")
         else:
             body = _index_body(index, encoded_catalog or EncodedCatalog(index.catalog))

@@ -103,8 +103,10 @@ def write_or_link(
     """Write a rank's files as `write_all` does, but link those that an earlier save has."""
     linkable = earlier.names()
     tried = [n for n, plan in enumerate(files.plans) if plan.is_linkable and plan.name in linkable]
-    selected = _select_files(files, tried)
-    expected = write_all(NullStorage(), "", selected, threads=threads, slots=slots)
+    expected: tuple[FileReceipt, ...] = ()
+    if tried:
+        selected = _select_files(files, tried)
+        expected = write_all(NullStorage(), "", selected, threads=threads, slots=slots)
     # One file after another: all threads work on the same file when it is read back.
     links = {
         receipt.name: _link_file(storage, folder, receipt, earlier, threads) for receipt in expected

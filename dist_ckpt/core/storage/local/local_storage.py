@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import PurePosixPath
 
 from dist_ckpt.core.format.checksums import Buffer
 from dist_ckpt.core.format.geometry import ByteRange
@@ -171,15 +170,14 @@ class LocalStorage:
 
     def free_nbytes(self, path: str) -> int | None:
         """Return the free bytes for this user, without a quota; None if the system cannot tell."""
-        for folder in (PurePosixPath(path), *PurePosixPath(path).parents):
-            try:
-                volume = os.statvfs(folder)
-            except FileNotFoundError:
-                continue
-            except OSError:
-                return None
-            return volume.f_bavail * volume.f_frsize if volume.f_blocks else None
-        return None
+        try:
+            volume = os.statvfs(path)
+        except FileNotFoundError:
+            above = os.path.dirname(path) or "."
+            return None if above == path else self.free_nbytes(above)
+        except OSError:
+            return None
+        return volume.f_bavail * volume.f_frsize if volume.f_blocks else None
 
 
 class _LocalWritableFile:
