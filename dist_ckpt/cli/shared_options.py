@@ -13,6 +13,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from dist_ckpt.core.checkpoint import checkpoint
+from dist_ckpt.core.commit.records.recorded_checks import recording_nothing
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import CheckpointError
@@ -107,7 +108,20 @@ path = click.argument("path", type=PATH)
 paths = click.argument("paths", type=PATH, nargs=-1, required=True)
 json = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 yes = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
-dry_run = click.option("--dry-run", is_flag=True, help="Change nothing; print what would be done.")
+
+
+def _record_nothing(ctx: click.Context, _: click.Parameter, is_dry: object) -> object:
+    if is_dry:
+        ctx.with_resource(recording_nothing())
+    return is_dry
+
+
+dry_run = click.option(
+    "--dry-run",
+    is_flag=True,
+    callback=_record_nothing,
+    help="Change nothing; print what would be done.",
+)
 overwrite = click.option(
     "--overwrite",
     is_flag=True,

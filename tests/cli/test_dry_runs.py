@@ -133,6 +133,24 @@ def test_a_dry_run_of_a_backup_knows_what_is_kept_already(base: Path, run: Run) 
     assert (document["files"], document["replaces"]) == ([], [])
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "reshard {root}@2 {new} --world-size 3",
+        "strip {root}/s2 optim --yes",
+        "export --format dcp {root}@2 {new}",
+    ],
+)
+def test_a_dry_run_that_finds_damage_records_nothing(command: str, base: Path, run: Run) -> None:
+    (file,) = (base / "run").glob("s2/a*/objects.msgpack")
+    file.write_bytes(bytes(file.stat().st_size))
+    words, before = given(command, base, base / "new"), snapshot(base)
+    dry = run(*words, "--dry-run")
+    assert (dry[0], snapshot(base)) == (1, before)
+    assert run(*words) == dry
+    assert dc.Run(base / "run").find(2).damage is not None
+
+
 def refusals(base: Path) -> dict[str, Path]:
     """Make targets that nothing may be written to, or only with --overwrite."""
     (base / "foreign").mkdir()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from dist_ckpt.core.commit.attempts import find_checkpoint, list_attempts, list_readable_folders
@@ -77,6 +78,20 @@ def put_check(
     put_annotation(storage, root, new_annotation(*key, CHECK, values))
 
 
+# False in a dry run, which writes nothing.
+_is_recording = ContextVar("is_recording", default=True)
+
+
+@contextmanager
+def recording_nothing() -> Iterator[None]:
+    """Record no result of a check in this block."""
+    token = _is_recording.set(False)
+    try:
+        yield
+    finally:
+        _is_recording.reset(token)
+
+
 def note_check(storage: Storage, path: str, index: Index, level: str, damage: str = "") -> None:
     """Call `put_check` for the checkpoint at a path, if it is in a run. Never raises.
 
@@ -84,8 +99,10 @@ def note_check(storage: Storage, path: str, index: Index, level: str, damage: st
     """
     root, key = path.rpartition("/")[0] or "/", index.key
     try:
-        if key is None or not (
-            can_keep_records(storage, root) or (damage and _has_more(storage, root))
+        if (
+            not _is_recording.get()
+            or key is None
+            or not (can_keep_records(storage, root) or (damage and _has_more(storage, root)))
         ):
             return
         known = _find_damage(storage, root, key)
