@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import dist_ckpt as dc
+from dist_ckpt.core.commit.records.leases import Lease
+from dist_ckpt.errors import StorageError
 from dist_ckpt.tools.rewrite.copying import copy
 
 
@@ -82,6 +84,19 @@ def test_what_is_there_is_replaced_only_if_asked(source: Path, tmp_path: Path) -
         copy(source, tmp_path / "there")
     copy(source, tmp_path / "there", overwrite=True)
     assert dc.open(tmp_path / "there").step == 7
+
+
+def test_what_cannot_be_leased_is_copied(source: Path, tmp_path: Path, monkeypatch, caplog) -> None:
+    """A copy saves it from a full disk, and of another user's run there is no lease at all."""
+    dc.Run(source.parent).metrics(7, {"loss": 0.5})
+
+    def refuse(self: Lease) -> None:
+        raise StorageError("No space left on device (ENOSPC)")
+
+    monkeypatch.setattr(Lease, "take", refuse)
+    copy(source, tmp_path / "elsewhere")
+    assert dc.verify(tmp_path / "elsewhere").ok
+    assert f"{source} is not leased, so a prune may remove it now: No space" in caplog.text
 
 
 def test_metrics_go_along_into_a_runs_folder(source: Path, tmp_path: Path) -> None:

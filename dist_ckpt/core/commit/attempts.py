@@ -424,12 +424,19 @@ def is_folder_gone(storage: Storage, folder: str) -> bool:
     return False
 
 
-def make_folders(storage: Storage, path: str, new_folders: list[str]) -> None:
-    """Create `path` and its missing parents. Append the new ones to `new_folders`, top first."""
+def make_folders(
+    storage: Storage, path: str, new_folders: list[str], *, within: str | None = None
+) -> None:
+    """Create `path` and its missing parents. Append the new ones to `new_folders`, top first.
+
+    FileNotFoundError if the folder `within` does not exist, which is above `path`.
+    """
     try:
         _make_folder(storage, path, new_folders)
     except FileNotFoundError:
-        make_folders(storage, posixpath.dirname(path), new_folders)
+        if (parent := posixpath.dirname(path)) == within:
+            raise
+        make_folders(storage, parent, new_folders, within=within)
         with suppress(FileNotFoundError):  # a delete removed the parent: the caller tries again
             _make_folder(storage, path, new_folders)
 

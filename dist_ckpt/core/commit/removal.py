@@ -37,6 +37,7 @@ from dist_ckpt.core.commit.records.record_store import (
 )
 from dist_ckpt.core.commit.records.recorded_checks import read_damage
 from dist_ckpt.core.format.filenames import (
+    RESERVED_NAMES,
     Attempt,
     is_in_attempt,
     is_nfs_file,
@@ -318,7 +319,8 @@ def _list_folders(storage: Storage, root: str) -> Sequence[str]:
         raise no_folder_error(root, error) from error
     refuse_old(root, old_folders_in(entries))
     check_upgraded(storage, posixpath.dirname(root))
-    return [root, *(f"{root.rstrip('/')}/{e.name}" for e in entries if e.kind == "folder")]
+    names = (entry.name for entry in entries if entry.kind == "folder")
+    return [root, *(f"{root.rstrip('/')}/{name}" for name in names if name not in RESERVED_NAMES)]
 
 
 def read_storage_clock(storage: Storage, path: str) -> float:

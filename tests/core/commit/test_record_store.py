@@ -14,7 +14,7 @@ from dist_ckpt.core.format.filenames import AnnotationName, Attempt
 from dist_ckpt.core.format.run_records import Annotation, encode_record
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
-from dist_ckpt.errors import StorageError
+from dist_ckpt.errors import NotFoundError, StorageError
 from dist_ckpt.testing.crash_storage import CrashStorage, states
 from dist_ckpt.testing.faulty_storage import FaultyStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
@@ -31,6 +31,7 @@ def values(storage: Storage, root: str = ROOT) -> list[tuple[int, dict[str, obje
 def test_what_was_put_is_read(tmp_path: Path) -> None:
     storage, root = LocalStorage(), str(tmp_path / "runs")
     assert read_annotations(storage, root) == ()
+    storage.make_folder(root)
     first = put_annotation(storage, root, FACT)
     second = put_annotation(storage, root, replace(FACT, values={"val/loss": None}))
     tag = put_annotation(storage, root, replace(FACT, kind="tag", values={"best": True}), above=7)
@@ -83,6 +84,7 @@ def test_a_fact_that_cannot_be_read_is_told_with_the_reason(tmp_path, change, pr
 
 
 def test_a_link_in_place_of_a_fact_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
     name = put_annotation(LocalStorage(), str(tmp_path / "a"), FACT)
     file = tmp_path / "a" / ".annotations" / "500" / ATTEMPT.name / str(name)
     file.rename(tmp_path / "elsewhere")
@@ -157,8 +159,15 @@ def test_a_fact_that_no_file_can_hold_is_refused_and_nothing_made(tmp_path: Path
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_root_that_was_moved_meanwhile_is_not_made_again() -> None:
+    storage = MemoryStorage({"/above": None})
+    with pytest.raises(NotFoundError, match="/above/run was moved or removed: find it"):
+        put_annotation(storage, "/above/run", FACT)
+    assert storage.list("/above") == []
+
+
 def test_where_no_number_is_left_nothing_is_put_that_nobody_would_see() -> None:
-    storage = MemoryStorage()
+    storage = MemoryStorage({ROOT: None})
     with pytest.raises(StorageError, match="no number is left above 999999999999999999"):
         put_annotation(storage, ROOT, FACT, above=10**18 - 1)
     assert read_annotations(storage, ROOT) == ()

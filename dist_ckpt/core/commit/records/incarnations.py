@@ -214,7 +214,7 @@ def begin_incarnation(
     folder = f"{root}/{INCARNATIONS}"
     own_id = attempts.new_id()
     for _ in range(attempts.MAX_TRIES):
-        make_record_folders(storage, root, folder)
+        make_record_folders(storage, root, folder, with_root=True)
         newest = newest_incarnation(storage, root)
         if newest is not None and after is not None and newest.number > after:
             raise ConflictError(

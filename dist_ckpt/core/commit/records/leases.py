@@ -104,13 +104,16 @@ def leased_source(storage: Storage, path: str) -> Iterator[tuple[Attempt, Index]
 def leased(storage: Storage, path: str, attempt: Attempt, index: Index) -> Iterator[None]:
     """Protect a checkpoint against removal inside the `with`, if its root has records of a run.
 
-    A root without records has no leases. There, a read of a removed checkpoint raises
-    NotFoundError.
+    A root without records has no leases, and a full disk or the root of another user gets none.
+    There, a read of a removed checkpoint raises NotFoundError.
     """
     root = path.rpartition("/")[0] or "/"
     with ExitStack() as stack:
         if index.step is not None and can_lease(storage, root):
             subject = CheckpointRef(storage, root, path, (index.step, attempt))
-            stack.enter_context(renewed_lease(subject))
+            try:
+                stack.enter_context(renewed_lease(subject))
+            except StorageError as error:
+                _log.warning("%s is not leased, so a prune may remove it now: %s", path, error)
         stack.enter_context(attempts.not_found_if_removed(storage, path, attempt))
         yield

@@ -55,7 +55,13 @@ from dist_ckpt.core.format.run_records import (
 )
 from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.storage import Entry, Storage
-from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, StorageError
+from dist_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    IncompatibleError,
+    NotFoundError,
+    StorageError,
+)
 
 _log = logging.getLogger("dist_ckpt")
 
@@ -87,8 +93,8 @@ def put_annotation(
     """Add an annotation to a checkpoint; it is durable on return.
 
     Its number is higher than `above`, and than all numbers of its kind there. Missing folders are
-    created, also the root. StorageError if the annotation may not exist. IncompatibleError if the
-    root needs an upgrade.
+    created, but not the root. StorageError if the annotation may not exist. Raises the errors of
+    `make_record_folders`.
     """
     data = encode_record(annotation)
     folder = annotations_folder(root, annotation.step, annotation.attempt)
@@ -201,19 +207,27 @@ def _read_values(storage: Storage, file: str, unread: StoredAnnotation) -> Store
 # --- write -----------------------------------------------------------------------------------
 
 
-def make_record_folders(storage: Storage, root: str, folder: str) -> None:
+def make_record_folders(
+    storage: Storage, root: str, folder: str, *, with_root: bool = False
+) -> None:
     """Make a folder in the root and its missing parents. Their names are durable on return.
 
-    IncompatibleError if the root has old records and needs an upgrade.
+    IncompatibleError if the root has old records and needs an upgrade. NotFoundError if the root
+    does not exist, unless it is made too, `with_root`: it was moved or removed just now.
     """
     check_upgraded(storage, root)
-    make_durable_folders(storage, root, folder)
+    try:
+        make_durable_folders(storage, root, folder, with_root=with_root)
+    except FileNotFoundError as error:
+        raise NotFoundError(f"{root} was moved or removed: find it, then try again") from error
 
 
-def make_durable_folders(storage: Storage, root: str, folder: str) -> None:
+def make_durable_folders(
+    storage: Storage, root: str, folder: str, *, with_root: bool = True
+) -> None:
     """Do the same without a check for old records. Only an upgrade calls this."""
     new_folders: list[str] = []
-    attempts.make_folders(storage, folder, new_folders)
+    attempts.make_folders(storage, folder, new_folders, within=None if with_root else root)
     # Also sync folders that exist: the process that made them may have died before its own sync.
     parents = map(str, PurePosixPath(folder).parents)
     below = {parent for parent in parents if parent.startswith(root)}
