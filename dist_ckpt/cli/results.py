@@ -89,9 +89,13 @@ class LsResult(JsonDocument, tag="dist-ckpt.ls/2", frozen=True):
 
 
 class ShownCheckpoint(JsonObject, frozen=True):
-    """A summary of a checkpoint. If the configuration cannot be read, `config` is the reason."""
+    """A summary of a checkpoint. If the configuration cannot be read, `config` is the reason.
+
+    `damage` is what a check or a load has found and recorded in the run, or null.
+    """
 
     path: str
+    damage: str | None
     step: int | None
     kind: str | None
     config: Any

@@ -53,6 +53,8 @@ def test_show_names_the_damage_that_a_check_has_found(run, checkpoint):
     run("verify", checkpoint)
     assert "\ndamaged     model.w rows" in run("show", checkpoint)[1]
     assert "damaged " not in run("show", other)[1]
+    documents = json.loads(run("show", checkpoint, other, "--json")[1])["checkpoints"]
+    assert [str(one["damage"])[:13] for one in documents] == ["model.w rows ", "None"]
 
 
 def test_several_are_shown_one_after_the_other(run, root):

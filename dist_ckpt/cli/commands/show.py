@@ -35,8 +35,8 @@ def show(paths: tuple[str, ...], *, as_json: bool) -> None:
             summary = summarize(ck)
             if as_json:
                 config = _config_problem(summary) or plain_json(summary.config)
-                mesh = dict(summary.mesh)
-                documents.append(extend(summary, ShowResult, mesh=mesh, config=config))
+                more = {"mesh": dict(summary.mesh), "damage": _damage(summary) or None}
+                documents.append(extend(summary, ShowResult, config=config, **more))
             else:
                 click.echo("\n" * (number > 0), nl=False)
                 _print_summary(summary, list(ck.index.catalog.values), _damage(summary))
