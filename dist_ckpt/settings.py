@@ -131,6 +131,11 @@ def _variable(name: str) -> str:
     return f"DIST_CKPT_{name.upper()}"
 
 
+def launched_on_one_host(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return True if a launcher such as torchrun says that all ranks are on this host."""
+    return environ.get("LOCAL_WORLD_SIZE", "") == environ.get("WORLD_SIZE")
+
+
 def launched_world_size(environ: Mapping[str, str] = os.environ) -> int:
     """Return the world size that a launcher such as torchrun has set in the environment, else 1."""
     text = environ.get("WORLD_SIZE", "1")

@@ -381,12 +381,21 @@ class OnWarning(logging.Handler):
             self._act()
 
 
-def be_late(rank: int, fifo: str, how: str, machines: list[str]) -> tuple[str, int, int]:
-    """Rank 1 holds the interpreter's lock, or is stopped, until rank 0 has logged that."""
+# The machine of each rank: which ranks are witnesses for each other.
+ONE_HOST, TWO_HOSTS, HOSTS = ["a", "a", "a"], ["a", "b", "b"], ["a", "b", "c"]
+
+
+def move_to(machine: str) -> None:
+    """Let this rank be a process of another machine, whose `/proc` the others cannot read."""
     own = find_process(os.getpid())
     assert own is not None
     module: Any = process_group
-    module.find_process = lambda _: replace(own, machine=machines[rank])
+    module.find_process = lambda _: replace(own, machine=machine)
+
+
+def be_late(rank: int, fifo: str, how: str, machines: list[str]) -> tuple[str, int, int]:
+    """Rank 1 holds the interpreter's lock, or is stopped, until rank 0 has logged that."""
+    move_to(machines[rank])
     pipe = os.open(fifo, os.O_RDWR)
     session = session_of()
     first = save(session, rank)
@@ -397,12 +406,14 @@ def be_late(rank: int, fifo: str, how: str, machines: list[str]) -> tuple[str, i
         if how == "stopped":
             os.kill(int(pids[1].item()), signal.SIGCONT)
         else:
-            os.write(pipe, b"x")
+            os.write(pipe, b"xx")
 
     def work() -> int:
         if rank == 1 and how == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif rank == 1:  # as a pickle, a compiler or `gc.collect` of a large heap
+        elif rank == 1 or (
+            rank == 2 and how == "both locked"
+        ):  # as a pickle, a compiler or `gc.collect` of a large heap
             ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)
         return rank
 
@@ -416,15 +427,18 @@ def be_late(rank: int, fifo: str, how: str, machines: list[str]) -> tuple[str, i
 @pytest.mark.parametrize(
     ("how", "machines", "text"),
     [
-        ("locked", ["a", "a", "a"], "is alive, but has not run Python for "),
-        ("locked", ["a", "b", "b"], "is alive, but has not run Python for "),
-        ("stopped", ["a", "b", "b"], "is stopped, and has not run Python for "),
+        ("locked", ONE_HOST, "is alive, but has not run Python for "),
+        ("locked", TWO_HOSTS, "is alive, but has not run Python for "),
+        ("locked", HOSTS, "is alive, but has not run Python for "),
+        ("both locked", TWO_HOSTS, "is alive, but has not run Python for "),
+        ("stopped", TWO_HOSTS, "is stopped, and has not run Python for "),
+        ("stopped", HOSTS, "is alive, but has not run Python for "),
     ],
 )
 def test_a_rank_that_lives_and_runs_no_python_is_named_and_waited_for(
     how: str, machines: list[str], text: str, tmp_path: Path
 ) -> None:
-    """Of another machine, a rank that runs there tells it."""
+    """Of another machine, a rank that runs there tells it, and else the kernel there."""
     fifo = str(tmp_path / "fifo")
     os.mkfifo(fifo)
     found = run_ranks(be_late, fifo, how, machines, world_size=3, environ=QUIET)
@@ -433,8 +447,9 @@ def test_a_rank_that_lives_and_runs_no_python_is_named_and_waited_for(
     assert [sums for _, *sums in found] == [[3, 3]] * 3
 
 
-def leave_a_worker(rank: int, fifo: str) -> tuple[str, int | None, str, float]:
+def leave_a_worker(rank: int, fifo: str, machines: list[str]) -> tuple[str, int | None, str, float]:
     """Rank 1 is killed, and a worker of its data loader lives on."""
+    move_to(machines[rank])
     session = session_of()
     save(session, rank)
     pipe = os.open(fifo, os.O_RDWR)
@@ -450,12 +465,23 @@ def leave_a_worker(rank: int, fifo: str) -> tuple[str, int | None, str, float]:
     return first
 
 
-def test_a_worker_that_outlives_its_rank_does_not_keep_it_alive(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("machines", "fact"),
+    [
+        (ONE_HOST, "its process has ended"),
+        (HOSTS, "its port is closed: it has ended, or is cut off"),
+    ],
+)
+def test_a_worker_that_outlives_its_rank_does_not_keep_it_alive(
+    machines: list[str], fact: str, tmp_path: Path
+) -> None:
     os.mkfifo(tmp_path / "fifo")
     options = Options(environ={**FRAIL, "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "3"})
-    outcomes = try_ranks(leave_a_worker, str(tmp_path / "fifo"), world_size=3, options=options)
+    outcomes = try_ranks(
+        leave_a_worker, str(tmp_path / "fifo"), machines, world_size=3, options=options
+    )
     for rank in (0, 2):
-        assert_told(outcomes[rank], 1, "no heartbeat for 3 s, and its process has ended")
+        assert_told(outcomes[rank], 1, f"no heartbeat for 3 s, and {fact}")
 
 
 class Link:
@@ -480,8 +506,9 @@ class Link:
                 target.sendall(data)
 
 
-def cut_a_link(rank: int) -> tuple[str, int | None, str, float] | str:
+def cut_a_link(rank: int, machines: list[str]) -> tuple[str, int | None, str, float] | str:
     """The link of rank 1 to the store drops all bytes, while it works and its process is well."""
+    move_to(machines[rank])
     job = dist.distributed_c10d._get_default_store()
     store: Any = job
     while isinstance(store, dist.PrefixStore):
@@ -511,12 +538,20 @@ def cut_a_link(rank: int) -> tuple[str, int | None, str, float] | str:
     return ""
 
 
-def test_a_live_rank_whose_link_is_cut_is_named_before_the_limit_of_late_ranks() -> None:
+@pytest.mark.parametrize(
+    ("machines", "text"),
+    [
+        (ONE_HOST, "its process lives, but is cut off from the key-value store"),
+        (HOSTS, "its port is closed: it has ended, or is cut off from the key-value store"),
+    ],
+)
+def test_a_live_rank_whose_link_is_cut_is_named_before_the_limit_of_late_ranks(
+    machines: list[str], text: str
+) -> None:
     options = Options(store="launcher", environ=FRAIL)
-    outcomes = try_ranks(cut_a_link, world_size=3, options=options)
+    outcomes = try_ranks(cut_a_link, machines, world_size=3, options=options)
     assert "key-value store is gone or cut off" in outcomes[1].value[2]
     for rank in (0, 2):
-        text = "its process lives, but is cut off from the key-value store"
         assert_told(outcomes[rank], 1, text)
 
 

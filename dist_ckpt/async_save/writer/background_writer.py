@@ -25,8 +25,9 @@ from types import FrameType
 
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.writer import writer_messages, writer_saves
-from dist_ckpt.core.comm.key_value.key_server import KeyServer, reachable_host
+from dist_ckpt.core.comm.key_value.key_server import KeyServer
 from dist_ckpt.core.comm.rank_messages import describe_error
+from dist_ckpt.core.runtime.network import reachable_host
 from dist_ckpt.core.storage.storage_wrappers import RateLimit
 from dist_ckpt.errors import CheckpointError
 

@@ -221,7 +221,8 @@ class Heartbeat(Message, frozen=True):
     `inside`: the rank is still in this operation. `failed_turn`: the last exchange in it, counted
     from 1, whose failure the rank has received, or 0. `gone`: the rank has closed its channel.
     `process` is the process of the rank, None if it has no identity. `thread` is its thread that
-    waits for the store to take each heartbeat, 0 if unknown.
+    waits for the store to take each heartbeat, 0 if unknown. `address` is that of its liveness
+    port, "" if it has none.
     """
 
     count: _Count
@@ -232,6 +233,7 @@ class Heartbeat(Message, frozen=True):
     host: str
     process: ProcessId | None = None
     thread: _Count = 0
+    address: str = ""
 
 
 # The pid of a process, its start time, and the `thread` of its heartbeats.
@@ -277,6 +279,7 @@ class HeartbeatSender:
     host: str
     process: ProcessId | None = None
     thread: int = 0
+    address: str = ""
     key: str = ""
     number: int = 0
     inside: bool = False
@@ -298,5 +301,6 @@ class HeartbeatSender:
                 self.host,
                 self.process,
                 self.thread,
+                self.address,
             )
         )

@@ -16,8 +16,11 @@ from dist_ckpt.core.runtime.typed_msgpack import Message
 MAX_CLOCK_GAP_S = 0.5
 
 # "blocked": the process is in a call of the kernel that no signal ends. "cut off": a thread of it
-# shows that the store does not answer, or has ended.
-ProcessState = Literal["running", "cut off", "stopped", "blocked", "ending", "ended", "unknown"]
+# shows that the store does not answer, or has ended. "closed": it listens no more at its liveness
+# port, as one that has ended or is cut off.
+ProcessState = Literal[
+    "running", "cut off", "stopped", "blocked", "ending", "ended", "closed", "unknown"
+]
 
 _STATES: dict[str, ProcessState] = {
     "T": "stopped",

@@ -120,6 +120,18 @@ def states(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[int, int, int], str]:
     return states
 
 
+@pytest.fixture
+def ports(monkeypatch: pytest.MonkeyPatch) -> dict[str, bool]:
+    """The liveness ports that answer, which tests set."""
+    ports: dict[str, bool] = {}
+
+    def find_listening(addresses: list[str]) -> dict[str, bool]:
+        return {address: ports[address] for address in addresses if address in ports}
+
+    monkeypatch.setattr(failure_detector, "find_listening", find_listening)
+    return ports
+
+
 HERE, THERE = ProcessId("here", 1, 10), ProcessId("there", 2, 20)
 
 
@@ -256,6 +268,79 @@ def test_ranks_that_ask_for_several_processes_of_a_machine_all_get_an_answer(clo
         other(line.store)
         clock.now += 4
     assert all(watch.find_lateness(rank) for watch, rank in zip(watches, (1, 2), strict=True))
+
+
+# --- what the kernel of another host answers ------------------------------------------------------
+
+
+def heart_of_a_lone_rank() -> HeartbeatSender:
+    """The heart of a rank whose machine has no other rank."""
+    return HeartbeatSender("a", THERE, address="there:1", inside=True)
+
+
+def test_a_rank_without_a_witness_whose_port_answers_is_late_up_to_the_limit(clock, states, ports):
+    line = Line()
+    watch = watch_of(line, witness_at(HERE))
+    line.send(heart_of_a_lone_rank())
+    assert loss_of(watch) is None
+    ports["there:1"] = True
+    losses = [pass_time(clock, watch, line, None) for _ in range(4, LATE_S, 4)]
+    assert {*losses} == {None}
+    assert watch.find_lateness(1) == "is alive, but has not run Python for 296 s"
+    assert "has not run Python for 300 s" in str(pass_time(clock, watch, line, None))
+
+
+@pytest.mark.parametrize("seconds", [8, 40])
+def test_a_rank_whose_port_is_closed_is_dead_after_the_silence(seconds, clock, states, ports):
+    line = Line()
+    watch = watch_of(line, witness_at(HERE))
+    line.send(heart_of_a_lone_rank())
+    assert loss_of(watch) is None
+    ports["there:1"] = True
+    assert {pass_time(clock, watch, line, None) for _ in range(0, seconds, 4)} == {None}
+    ports["there:1"] = False
+    losses = [pass_time(clock, watch, line, None) for _ in range(seconds, max(20, seconds + 4), 4)]
+    assert {*losses[:-1]} <= {None}
+    assert "its port is closed: it has ended, or is cut off" in str(losses[-1])
+
+
+def test_a_host_that_is_lost_after_its_port_has_answered_is_dead_after_the_silence(
+    clock, states, ports
+):
+    line = Line()
+    watch = watch_of(line, witness_at(HERE))
+    line.send(heart_of_a_lone_rank())
+    assert loss_of(watch) is None
+    ports["there:1"] = True
+    assert {pass_time(clock, watch, line, None) for _ in range(10)} == {None}
+    del ports["there:1"]
+    losses = [pass_time(clock, watch, line, None) for _ in range(5)]
+    assert losses == [None] * 4 + ["is dead or frozen: no heartbeat for 20 s"]
+
+
+@pytest.mark.parametrize("state", ["blocked", "ending"])
+def test_the_port_of_a_process_that_a_witness_has_seen_to_end_is_no_sign_of_life(
+    state, clock, states, ports
+):
+    line, other = Line(), witness_at(THERE)
+    watch = watch_of(line, witness_at(HERE))
+    line.send(heart_of_a_lone_rank())
+    assert loss_of(watch) is None
+    states[2, 20, 0], ports["there:1"] = state, True
+    losses = [pass_time(clock, watch, line, other) for _ in range(5)]
+    assert losses[:-1] == [None] * 4
+    assert "is dead or frozen" in str(losses[-1])
+
+
+def test_a_firewall_that_refuses_is_no_death_while_a_witness_sees_the_process(clock, states, ports):
+    line, other = Line(), witness_at(THERE)
+    watch = watch_of(line, witness_at(HERE))
+    line.send(heart_of_a_lone_rank())
+    assert loss_of(watch) is None
+    states[2, 20, 0], ports["there:1"] = "running", False
+    for seconds in range(4, 80, 4):  # the witness answers once in a while
+        answers = other if seconds % 16 == 4 else None
+        assert pass_time(clock, watch, line, answers) is None
 
 
 # --- what a rank shows of itself ------------------------------------------------------------------

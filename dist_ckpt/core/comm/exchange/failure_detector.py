@@ -3,9 +3,12 @@
 A thread of Python sends the heartbeats. It does not run while other code has the interpreter's
 lock, or while the process is stopped. So silence alone does not mean death: then this module looks
 at the process. A rank of the same machine reads `/proc`. For another machine, a rank that runs
-there reads it when it is asked, and answers through the store. If the store does not answer, a rank
-renames the thread that orders its heartbeats. Other ranks read that name in `/proc`. If that thread
-has ended, the rank counts as cut off too.
+there reads it when it is asked, and answers through the store. If none answers, because no rank
+there runs Python, the kernel there does: it answers at the rank's liveness port.
+
+If the store does not answer, a rank closes this port, and renames the thread that orders its
+heartbeats. Other ranks read that name in `/proc`. If that thread has ended, the rank counts as cut
+off too.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from dataclasses import dataclass
 from dist_ckpt.core.comm.key_value import client_thread
 from dist_ckpt.core.comm.key_value.client_thread import Store, StoreClientThread
 from dist_ckpt.core.comm.rank_messages import Heartbeat, Question, Sighting, unpack
+from dist_ckpt.core.runtime.network import find_listening
 from dist_ckpt.core.runtime.processes import ProcessId, ProcessState, find_state, running_time
 from dist_ckpt.core.runtime.typed_msgpack import encode
 from dist_ckpt.message_text import ranks_text
@@ -78,8 +82,9 @@ NEXT_OPERATION_WAIT_S = 1.0
 class _LastSeen:
     """A rank's last heartbeat, None if it is not valid, and for how long it has not changed.
 
-    `state` is the last known state of its process. `alive_s` is the value of `silent_s` when the
-    process was last seen alive, 0 if never.
+    `state` is the last known state of its process. `looked_s` and `alive_s` are the values of
+    `silent_s` when a rank last looked at it, and when it was last seen alive, 0 if never.
+    `was_listening`: its liveness port has answered.
     """
 
     data: bytes
@@ -87,7 +92,9 @@ class _LastSeen:
     seen_at: float
     silent_s: float = 0.0
     state: ProcessState = "unknown"
+    looked_s: float = 0.0
     alive_s: float = 0.0
+    was_listening: bool = False
     is_logged: bool = False
 
 
@@ -96,7 +103,13 @@ _FACTS: Mapping[ProcessState, str] = {
     "ending": ", and its process ends: it was killed, or dumps core",
     "blocked": ", and its process is in a call of the kernel that does not return",
     "cut off": ", and its process lives, but is cut off from the key-value store",
+    "closed": ", and its port is closed: it has ended, or is cut off from the key-value store",
 }
+
+_FINAL: Collection[ProcessState] = ("ended", "ending", "cut off", "closed")
+
+# Who reads /proc knows more than the port shows: it is open in a process that dumps core.
+_SEEN_LAST: Collection[ProcessState] = ("ended", "ending", "cut off", "blocked")
 
 
 class ProcessWitness:
@@ -132,6 +145,9 @@ class ProcessWitness:
 
 # More than the ranks of a host.
 MAX_ASKED = 256
+
+# Each takes a file descriptor for a moment.
+MAX_PROBED = 64
 
 
 def _witness_keys(prefix: str, machine: str) -> tuple[str, str]:
@@ -178,6 +194,7 @@ class FailureDetector:
                 last.silent_s += min(now - last.seen_at, self._max_counted_s)
                 last.seen_at = now
         self._look_at_processes(ranks)
+        self._look_at_ports(ranks)
 
     def _look_at_processes(self, ranks: Sequence[int]) -> None:
         """Look at the processes of ranks that have been silent for half of the timeout."""
@@ -196,9 +213,29 @@ class FailureDetector:
                 states = self._ask_witness(machine, silent)
             for found, state in states:
                 if (last := silent.get(found)) is not None and state != "unknown":
-                    last.state = state
+                    last.state, last.looked_s = state, last.silent_s
                     if state in ("running", "stopped"):
                         last.alive_s = last.silent_s
+
+    def _look_at_ports(self, ranks: Sequence[int]) -> None:
+        """Look at the liveness ports of silent ranks whose processes no rank looks at."""
+        timeout_s = self._heartbeat_timeout_s
+        unseen: dict[str, _LastSeen] = {}
+        for rank in ranks:
+            last = self._last_seen.get(rank)
+            if last is None or last.beat is None or not last.beat.address:
+                continue
+            # The ranks of its machine have had time to answer.
+            is_unseen = last.silent_s - last.looked_s >= timeout_s / 2
+            if is_unseen and last.silent_s >= 0.75 * timeout_s and last.state not in _SEEN_LAST:
+                unseen[last.beat.address] = last
+        oldest = sorted(unseen, key=lambda address: unseen[address].alive_s)[:MAX_PROBED]
+        for address, is_listening in (find_listening(oldest) if oldest else {}).items():
+            last = unseen[address]
+            if is_listening:
+                last.state, last.alive_s, last.was_listening = "running", last.silent_s, True
+            elif last.was_listening or not last.alive_s:
+                last.state = "closed"
 
     def _ask_witness(
         self, machine: str, processes: Collection[tuple[int, int, int]]
@@ -275,7 +312,7 @@ class FailureDetector:
         if last is None or last.silent_s < self._heartbeat_timeout_s or not last.alive_s:
             return ""
         is_old = last.silent_s - last.alive_s >= self._heartbeat_timeout_s
-        if is_old or last.state in ("ended", "ending", "cut off"):
+        if is_old or last.state in _FINAL:
             return ""
         state = "is stopped, and" if last.state == "stopped" else "is alive, but"
         return f"{state} has not run Python for {last.silent_s:.0f} s"

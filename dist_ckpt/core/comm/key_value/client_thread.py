@@ -2,29 +2,36 @@
 
 It serves the channel's calls in order, and heartbeats between them. Calls have a deadline that
 the store itself does not keep: a TCPStore whose host is frozen blocks for ever. A second thread
-orders the heartbeats, and shows the processes of this machine when the store does not answer.
+orders the heartbeats, and shows other processes when the store does not answer.
 
 Values in the store may have any size. Values that are not from dist_ckpt do no harm.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from dist_ckpt.core.comm.rank_messages import MAX_DOCUMENT_NBYTES, HeartbeatSender, NoAnswerError
+from dist_ckpt.core.runtime.network import LivenessPort
 from dist_ckpt.core.runtime.processes import show_cut_off
 from dist_ckpt.core.runtime.threads import has_outcome, run_into
+from dist_ckpt.settings import launched_on_one_host
 
 # A rank shows that it is cut off if a heartbeat takes this share of the stall timeout. With the
 # period of the heartbeats before it, that is a little less than the silence the others wait for.
 CUT_OFF_SHARE = 0.75
+
+# How long the first heartbeat waits for the address of this host.
+ADDRESS_S = 1.0
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -196,20 +203,28 @@ def _keep_beating(
     Whoever holds the interpreter's lock, or is stopped, shows nothing: this is a thread of Python.
     """
     heartbeat.thread = threading.get_native_id()
-    while True:
-        sent: Future[None] = Future()
-        calls.put(partial(run_into, sent, beat))
-        while not has_outcome(sent, patience_s):
-            show_cut_off(is_cut_off=True)
-            if ended.is_set():
+    with closing(LivenessPort(_other_hosts())) as port:
+        heartbeat.address = port.renew(ADDRESS_S)
+        while True:
+            sent: Future[None] = Future()
+            calls.put(partial(run_into, sent, beat))
+            while not has_outcome(sent, patience_s):
+                show_cut_off(is_cut_off=True)
+                port.close()
+                if ended.is_set():
+                    return
+            if sent.exception(timeout=0) is not None:
+                # A lost store stays lost, and torch prints a page about each attempt. The end of
+                # this thread shows that this rank is cut off.
                 return
-        if sent.exception(timeout=0) is not None:
-            # A lost store stays lost, and torch prints a page about each attempt. The end of this
-            # thread shows that this rank is cut off.
-            return
-        show_cut_off(is_cut_off=False)
-        if ended.wait(period_s):
-            return
+            show_cut_off(is_cut_off=False)
+            heartbeat.address = port.renew()
+            if ended.wait(period_s):
+                return
+
+
+def _other_hosts() -> str | None:
+    return None if launched_on_one_host() else os.environ.get("MASTER_ADDR", "")
 
 
 def summarize_error(error: BaseException) -> str:

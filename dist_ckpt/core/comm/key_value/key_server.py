@@ -2,14 +2,11 @@
 
 No peer can stop it or make it grow beyond its limits. It never waits for one connection, stops
 reading from a peer that does not read its answer, and closes the connection at an invalid message.
-
-`reachable_host` finds the address at which other hosts of the job reach this one.
 """
 
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import selectors
 import socket
 import threading
@@ -34,6 +31,7 @@ from dist_ckpt.core.comm.key_value.key_client import (
     pack,
     unpack,
 )
+from dist_ckpt.core.runtime.network import listen
 
 # The cost of a key in addition to its length and the length of its value.
 KEY_NBYTES = 256
@@ -78,9 +76,9 @@ class KeyServer:
     ) -> None:
         if len(token) != TOKEN_NBYTES:
             raise ValueError(f"the token has {len(token)} bytes: use {TOKEN_NBYTES} random ones")
-        listener = _listen(host, port)
+        listener = listen(host, port)
         self._waker, woken = socket.socketpair()
-        # For this host; other hosts use the port at `reachable_host`.
+        # For this host; other hosts use the port at `network.reachable_host`.
         self.address: tuple[str, int] = listener.getsockname()[:2]
         run = _Service(GREETING + token, listener, woken, limits).run
         self._thread = threading.Thread(target=run, name="dist_ckpt key server", daemon=True)
@@ -90,18 +88,6 @@ class KeyServer:
         """Close all connections: calls under way fail at once. May be called again."""
         self._waker.close()
         self._thread.join(CLOSE_S)
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    if not host and socket.has_dualstack_ipv6():
-        with suppress(OSError):  # a system with IPv6 turned off
-            return socket.create_server(
-                (host, port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=socket.SOMAXCONN
-            )
-    family = socket.AF_INET
-    if host:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-    return socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
 
 
 class LimitError(Exception):
@@ -342,39 +328,3 @@ def _send(link: socket.socket, body: bytes) -> Iterator[int]:
             remaining = remaining[link.send(remaining) :]
         except BlockingIOError:
             yield selectors.EVENT_WRITE
-
-
-# Addresses without hosts: the route to them begins at this host's usual interface.
-_ANYWHERE = ("192.0.2.1", "2001:db8::1")
-
-
-def reachable_host(towards: str = "") -> str:
-    """Return an address or a name by which the job's other hosts reach this one. Sends no packet.
-
-    `towards` is a host that all of them reach: MASTER_ADDR, as torchrun sets it. The result is the
-    address of the interface towards it, or of the usual route if it is unknown here.
-
-    If `towards` is a name with a loopback address here, it is returned itself (Debian's /etc/hosts
-    has 127.0.1.1 for a host's own name): other hosts, if any, get this host's address for it.
-    """
-    if towards and (address := _address_towards(towards)) is not None:
-        return towards if ipaddress.ip_address(address).is_loopback else address
-    for address in filter(None, map(_address_towards, _ANYWHERE)):
-        if not ipaddress.ip_address(address).is_loopback:
-            return address
-    return socket.gethostname()
-
-
-def _address_towards(host: str) -> str | None:
-    with suppress(OSError, UnicodeError):  # UnicodeError: not a host name
-        for family, kind, protocol, _, endpoint in socket.getaddrinfo(
-            host, 9, type=socket.SOCK_DGRAM
-        ):
-            with socket.socket(family, kind, protocol) as probe, suppress(OSError):
-                # With a datagram socket this only looks up the route.
-                probe.connect(endpoint)
-                address: str = probe.getsockname()[0]
-                # After "%" comes an interface's name, which means nothing on other hosts.
-                if "%" not in address:
-                    return address
-    return None

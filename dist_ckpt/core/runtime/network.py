@@ -1,0 +1,205 @@
+"""The address of this host for other hosts, and a port that shows that a process lives.
+
+The kernel answers at a TCP port as long as the process that listens lives, also while the process
+runs no Python or is stopped. Kubernetes calls such a look a TCP liveness probe.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from weakref import WeakSet
+
+from dist_ckpt.core.runtime.threads import DaemonThreads, has_outcome
+
+# How long the kernel keeps a silent connection from the process that listens. A probe is shorter.
+DEFER_S = 60
+
+# How long a look waits for the answers of other hosts.
+ANSWER_S = 0.25
+
+# A socket that is closed with this option sends a reset, and leaves nothing behind.
+_RESET = struct.pack("ii", 1, 0)
+
+
+class LivenessPort:
+    """A port at which this process listens, and serves nobody. A forked child closes its copy.
+
+    `towards` is a host that all hosts of the job reach, "" if none is known, and None if the job
+    has one host: then there is no port. The kernel passes on no connection that sends nothing
+    (TCP_DEFER_ACCEPT). So probes leave nothing, and any number of them gets an answer. A system
+    without this option has no such port either.
+    """
+
+    def __init__(self, towards: str | None) -> None:
+        self._listener: socket.socket | None = None
+        self._address = ""
+        self._host: Future[str] = Future()
+        if towards is None or not hasattr(socket, "TCP_DEFER_ACCEPT"):
+            return
+        with suppress(RuntimeError):  # the system starts no more threads
+            # In a thread: the name service may hang.
+            DaemonThreads(1).submit(partial(reachable_host, towards), self._host)
+        _ports.add(self)
+
+    def renew(self, timeout_s: float = 0.0) -> str:
+        """Listen unless it does, and drop strangers. Return the address, "" if it has none.
+
+        The first call may wait for `timeout_s` for the name service. Never raises OSError.
+        """
+        if self not in _ports or not has_outcome(self._host, timeout_s):
+            return ""
+        with suppress(OSError), _no_fork:
+            if self._listener is None:
+                self._listener = self._open(self._host.result(timeout=0))
+            for _ in range(socket.SOMAXCONN):  # else they would fill the queue
+                self._listener.accept()[0].close()
+        return self._address if self._listener else ""
+
+    def close(self) -> None:
+        """Stop to answer. `renew` listens again, at another port."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            listener.close()
+
+    def _open(self, host: str) -> socket.socket:
+        # Other hosts have another address for a name that is a loopback address here.
+        is_local = host == "localhost" or _is_address(host)
+        listener = listen(host if is_local else "", 0)
+        listener.settimeout(0)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, DEFER_S)
+        self._address = f"{host}:{listener.getsockname()[1]}"
+        return listener
+
+
+# A child that is forked while a port is opened would keep it.
+_no_fork = threading.Lock()
+_ports: WeakSet[LivenessPort] = WeakSet()
+
+
+def _close_copies() -> None:
+    _no_fork.release()
+    for port in tuple(_ports):
+        port.close()
+
+
+os.register_at_fork(
+    before=_no_fork.acquire, after_in_parent=_no_fork.release, after_in_child=_close_copies
+)
+
+
+def find_listening(addresses: Iterable[str], timeout_s: float = ANSWER_S) -> dict[str, bool]:
+    """Look at ports "host:port" at once. True: a process listens there; False: none does.
+
+    Ports that do not answer in time are absent.
+    """
+    found: dict[str, bool] = {}
+    links: dict[int, tuple[str, socket.socket]] = {}
+    poll = select.poll()
+    try:
+        for address in addresses:
+            with suppress(OSError, ValueError, OverflowError):
+                link = _begin_connection(address)
+                links[link.fileno()] = address, link
+                poll.register(link, select.POLLOUT)
+        until = time.monotonic() + timeout_s
+        while links and (left_s := until - time.monotonic()) > 0:
+            for fd, _ in poll.poll(1000 * left_s):
+                poll.unregister(fd)
+                address, link = links.pop(fd)
+                with link:
+                    error = link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                    if error in (0, errno.ECONNREFUSED):
+                        found[address] = not error and not _is_own_end(link)
+    finally:
+        for _, link in links.values():
+            link.close()
+    return found
+
+
+def _begin_connection(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    family, kind, protocol, _, endpoint = socket.getaddrinfo(
+        host, int(port), type=socket.SOCK_STREAM
+    )[0]
+    link = socket.socket(family, kind, protocol)
+    try:
+        link.settimeout(0)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        with suppress(BlockingIOError):
+            link.connect(endpoint)
+    except BaseException:
+        link.close()
+        raise
+    return link
+
+
+def _is_own_end(link: socket.socket) -> bool:
+    """Return True if a socket is connected with itself, as nothing listened on this host."""
+    return bool(link.getsockname() == link.getpeername())
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Listen at a host, or on all interfaces for "". With port 0 the system chooses the port."""
+    if not host and socket.has_dualstack_ipv6():
+        with suppress(OSError):  # a system with IPv6 turned off
+            return socket.create_server(
+                (host, port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=socket.SOMAXCONN
+            )
+    family = socket.AF_INET
+    if host:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    return socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
+
+
+# Addresses without hosts: the route to them begins at this host's usual interface.
+_ANYWHERE = ("192.0.2.1", "2001:db8::1")
+
+
+def reachable_host(towards: str = "") -> str:
+    """Return an address or a name by which the job's other hosts reach this one. Sends no packet.
+
+    `towards` is a host that all of them reach: MASTER_ADDR, as torchrun sets it. The result is the
+    address of the interface towards it, or of the usual route if it is unknown here.
+
+    If `towards` is a name with a loopback address here, it is returned itself (Debian's /etc/hosts
+    has 127.0.1.1 for a host's own name): other hosts, if any, get this host's address for it.
+    """
+    if towards and (address := _address_towards(towards)) is not None:
+        return towards if ipaddress.ip_address(address).is_loopback else address
+    for address in filter(None, map(_address_towards, _ANYWHERE)):
+        if not ipaddress.ip_address(address).is_loopback:
+            return address
+    return socket.gethostname()
+
+
+def _address_towards(host: str) -> str | None:
+    with suppress(OSError, UnicodeError):  # UnicodeError: not a host name
+        for family, kind, protocol, _, endpoint in socket.getaddrinfo(
+            host, 9, type=socket.SOCK_DGRAM
+        ):
+            with socket.socket(family, kind, protocol) as probe, suppress(OSError):
+                # With a datagram socket this only looks up the route.
+                probe.connect(endpoint)
+                address: str = probe.getsockname()[0]
+                # After "%" comes an interface's name, which means nothing on other hosts.
+                if "%" not in address:
+                    return address
+    return None
+
+
+def _is_address(host: str) -> bool:
+    with suppress(ValueError):
+        ipaddress.ip_address(host)
+        return True
+    return False
