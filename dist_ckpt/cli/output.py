@@ -30,7 +30,7 @@ from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, N
 from dist_ckpt.message_text import format_count, format_size
 from dist_ckpt.reports import SaveReport
 from dist_ckpt.runs.metrics import is_speed
-from dist_ckpt.tools.rewrite.write_plan import Result, WritePlan
+from dist_ckpt.tools.new_files import Result, WritePlan
 
 _CellValue = TypeVar("_CellValue")
 

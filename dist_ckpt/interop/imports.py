@@ -33,8 +33,8 @@ from dist_ckpt.interop.readers.nested_state import ImportFilter
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignTensor, build_virtual_checkpoint
 from dist_ckpt.interop.registry import FORMATS, HF_FILE, HF_INDEX, open_foreign, reader_module
 from dist_ckpt.reports import Progress, SaveReport
+from dist_ckpt.tools.new_files import WritePlan
 from dist_ckpt.tools.rewrite.reshard import even_sharding, plan_rewrite
-from dist_ckpt.tools.rewrite.write_plan import WritePlan
 
 __all__ = [
     "ImportOptions",

@@ -1,6 +1,7 @@
 """Write a new file or folder for the user: complete and durable under its name, or absent.
 
-`StreamedFile` is written from beginning to end, as archives are.
+`StreamedFile` is written from beginning to end, as archives are. `WritePlan` is a write that is
+checked, but not begun: `--dry-run` prints it.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from dist_ckpt.core.commit.commit_protocol import check_new_name
+from dist_ckpt.core.commit.commit_protocol import attempts_to_replace, check_new_name
 from dist_ckpt.core.format.filenames import is_reserved_name
 from dist_ckpt.core.runtime.arguments import check_flag
 from dist_ckpt.core.runtime.host_memory import allocate_scratch, copy
@@ -29,8 +31,11 @@ from dist_ckpt.core.storage.local.local_storage import (
     rename_exclusively,
 )
 from dist_ckpt.errors import CheckpointError, ExistsError, NotFoundError, StorageError
+from dist_ckpt.reports import Progress
 
 _log = logging.getLogger("dist_ckpt")
+
+Result = TypeVar("Result")
 
 
 @contextmanager
@@ -306,3 +311,34 @@ def _remove_folder(storage: Storage, folder: str) -> None:
     except BaseException:
         _log.warning("%s was not removed (interrupted); you can remove it", folder)
         raise
+
+
+@dataclass(frozen=True, slots=True)
+class WritePlan(Generic[Result]):
+    """A write that passed its checks. Nothing is written until `run`. Call `run` once.
+
+    `path` is the target, and `replaces` are the paths that the write removes there. `run` checks
+    again that the source exists and the target may be written, then it writes. `list_files` returns
+    the names and sizes of the files that are written or linked, without the index. `sources`
+    describes the checkpoints that are read, if there are several.
+    """
+
+    path: str
+    run: Callable[[Progress | None], Result]
+    list_files: Callable[[], Mapping[str, int]]
+    replaces: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+
+
+def paths_to_replace(storage: Storage, path: str, *, overwrite: bool) -> tuple[str, ...]:
+    """Return the attempts that a new checkpoint replaces. Raises the errors of its claim."""
+    there = attempts_to_replace(storage, path, overwrite=overwrite)
+    return tuple(f"{path}/{attempt}" for attempt in there)
+
+
+def plan_file_export(
+    path: str, run: Callable[[Progress | None], int], nbytes: int
+) -> WritePlan[int]:
+    """Return the plan of an export to one file. It replaces a file at `path`."""
+    replaces = (path,) * os.path.lexists(path)
+    return WritePlan(path, run, lambda: {os.path.basename(path): nbytes}, replaces)

@@ -13,7 +13,7 @@ from dist_ckpt.interop.hf import export as hf
 from dist_ckpt.interop.hf.export import DEFAULT_SHARD_SIZE
 from dist_ckpt.interop.shrew import files
 from dist_ckpt.message_text import format_size
-from dist_ckpt.tools.rewrite.write_plan import WritePlan
+from dist_ckpt.tools.new_files import WritePlan
 
 
 def _plan_dcp(source: str, file: str, *, overwrite: bool, **options: Any) -> WritePlan[int]:

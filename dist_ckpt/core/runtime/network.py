@@ -33,12 +33,12 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 class LivenessPort:
-    """A port at which this process listens, and serves nobody. A forked child closes its copy.
+    """A port at which this process only listens. A forked child closes its copy.
 
-    `towards` is a host that all hosts of the job reach, "" if none is known, and None if the job
-    has one host: then there is no port. The kernel passes on no connection that sends nothing
-    (TCP_DEFER_ACCEPT). So probes leave nothing, and any number of them gets an answer. A system
-    without this option has no such port either.
+    `towards` is a host that all hosts of the job reach, "" if it is not known. With None, for a job
+    on one host, the port is not opened. The kernel keeps connections that send nothing to itself
+    (TCP_DEFER_ACCEPT). So probes leave nothing, and any number of them gets an answer. Systems
+    without this option do not open the port.
     """
 
     def __init__(self, towards: str | None) -> None:

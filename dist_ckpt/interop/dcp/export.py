@@ -34,12 +34,12 @@ from dist_ckpt.message_text import listed
 from dist_ckpt.reports import CopyProgress, Progress
 from dist_ckpt.tools.new_files import (
     StreamedFile,
+    WritePlan,
     check_no_folder,
     check_outside,
     new_folder,
     write_document,
 )
-from dist_ckpt.tools.rewrite.write_plan import WritePlan
 
 _DATA_FILE = "__0_0.distcp"
 

@@ -39,8 +39,13 @@ from dist_ckpt.interop.readers.virtual_checkpoint import MODEL
 from dist_ckpt.interop.registry import HF_FILE, HF_INDEX, SAFETENSORS
 from dist_ckpt.message_text import listed
 from dist_ckpt.reports import CopyProgress, Progress
-from dist_ckpt.tools.new_files import check_outside, list_target, new_folder, write_document
-from dist_ckpt.tools.rewrite.write_plan import WritePlan
+from dist_ckpt.tools.new_files import (
+    WritePlan,
+    check_outside,
+    list_target,
+    new_folder,
+    write_document,
+)
 
 if TYPE_CHECKING:
     import torch

@@ -41,9 +41,15 @@ from dist_ckpt.interop.registry import check_fetched
 from dist_ckpt.interop.shrew import encoding
 from dist_ckpt.interop.shrew.encoding import FileTensor, PlainTensor, is_tensor
 from dist_ckpt.reports import CopyProgress, Progress, SaveReport
-from dist_ckpt.tools.new_files import check_new_file, check_outside, checked_file_path, new_file
+from dist_ckpt.tools.new_files import (
+    WritePlan,
+    check_new_file,
+    check_outside,
+    checked_file_path,
+    new_file,
+    plan_file_export,
+)
 from dist_ckpt.tools.rewrite.reshard import MIN_MEMORY, even_sharding, plan_rewrite
-from dist_ckpt.tools.rewrite.write_plan import WritePlan, plan_file_export
 
 __all__ = ["export_file", "import_file", "read", "write"]
 

@@ -41,8 +41,13 @@ from dist_ckpt.interop.readers.torch_pickles import STORAGES
 from dist_ckpt.interop.registry import SAFETENSORS
 from dist_ckpt.message_text import listed
 from dist_ckpt.reports import CopyProgress, Progress
-from dist_ckpt.tools.new_files import check_new_file, check_outside, new_file
-from dist_ckpt.tools.rewrite.write_plan import WritePlan, plan_file_export
+from dist_ckpt.tools.new_files import (
+    WritePlan,
+    check_new_file,
+    check_outside,
+    new_file,
+    plan_file_export,
+)
 
 __all__ = ["export_file"]
 

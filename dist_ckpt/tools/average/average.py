@@ -51,7 +51,7 @@ from dist_ckpt.tools.average.checkpoint_selection import (
     lease_sources,
 )
 from dist_ckpt.tools.average.mean import AveragedTensors, select_tensors
-from dist_ckpt.tools.rewrite.write_plan import WritePlan, paths_to_replace
+from dist_ckpt.tools.new_files import WritePlan, paths_to_replace
 
 _log = logging.getLogger("dist_ckpt")
 

@@ -29,8 +29,7 @@ from dist_ckpt.interop.registry import open_foreign
 from dist_ckpt.reports import Phases, Progress, SaveReport
 from dist_ckpt.runs.metrics import metrics_by_checkpoint, put_metrics
 from dist_ckpt.runs.selectors import open_resolved
-from dist_ckpt.tools.new_files import check_outside
-from dist_ckpt.tools.rewrite.write_plan import WritePlan, paths_to_replace
+from dist_ckpt.tools.new_files import WritePlan, check_outside, paths_to_replace
 
 _log = logging.getLogger("dist_ckpt")
 

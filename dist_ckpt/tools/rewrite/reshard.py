@@ -47,7 +47,7 @@ from dist_ckpt.core.storage.storage_wrappers import CountingStorage
 from dist_ckpt.default_opener import OPENER
 from dist_ckpt.message_text import listed
 from dist_ckpt.reports import CopyProgress, Phases, Progress, SaveReport
-from dist_ckpt.tools.rewrite.write_plan import WritePlan, paths_to_replace
+from dist_ckpt.tools.new_files import WritePlan, paths_to_replace
 
 _ValuesByRank = dict[int, dict[str, dict[Key, object]]]
 

@@ -218,7 +218,7 @@ class FailureDetector:
                         last.alive_s = last.silent_s
 
     def _look_at_ports(self, ranks: Sequence[int]) -> None:
-        """Look at the liveness ports of silent ranks whose processes no rank looks at."""
+        """Look at the liveness ports of silent ranks if the ranks of their hosts do not answer."""
         timeout_s = self._heartbeat_timeout_s
         unseen: dict[str, _LastSeen] = {}
         for rank in ranks:

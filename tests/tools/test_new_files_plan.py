@@ -13,9 +13,9 @@ from dist_ckpt.core.storage import WritableFile, open_storage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import StorageError
 from dist_ckpt.interop.shrew import files as shrew
+from dist_ckpt.tools.new_files import WritePlan
 from dist_ckpt.tools.rewrite.copying import plan_backup, plan_copy
 from dist_ckpt.tools.rewrite.reshard import even_sharding, plan_rewrite
-from dist_ckpt.tools.rewrite.write_plan import WritePlan
 
 torch = pytest.importorskip("torch")
 
