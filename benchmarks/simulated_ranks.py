@@ -345,7 +345,7 @@ class _Preparation:
 
     arguments: SaveArguments
     inventory: Inventory
-    unmatched: tuple[str, ...] = ()
+    pattern_problems: tuple[str, ...] = ()
 
     def accept_plan(self, plan: AgreedPlan) -> None:
         """Do nothing: nothing is written."""

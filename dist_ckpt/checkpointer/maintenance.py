@@ -278,8 +278,8 @@ class MaintenanceThread:
         """Return the checkpoint of a step of an earlier incarnation, if it exists."""
         if step > self._restored:
             return None
-        alive = list_run(self._storage, self._root, now=time.time()).alive
-        return next((entry.where for entry in reversed(alive) if entry.step == step), None)
+        checkpoints = list_run(self._storage, self._root, now=time.time()).not_orphaned
+        return next((entry.where for entry in reversed(checkpoints) if entry.step == step), None)
 
     def _prune(self) -> None:
         if (keep := self._options.keep) is None:

@@ -190,7 +190,9 @@ class Resume:
         usable = listing.usable if at is None else (select(listing, at),)
         skipped = self._find_damaged(listing, usable) if at is None else ()
         # A damaged one may have been repaired since: it is the last resort.
-        damaged = [checkpoint for checkpoint in listing.alive if checkpoint.damage is not None]
+        damaged = [
+            checkpoint for checkpoint in listing.not_orphaned if checkpoint.damage is not None
+        ]
         candidates = tuple(
             _RestorePoint(checkpoint.step, checkpoint.path, checkpoint.attempt)
             for checkpoint in (*reversed(usable), *(reversed(damaged) if at is None else ()))

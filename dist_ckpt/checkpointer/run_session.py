@@ -130,20 +130,20 @@ class RunSaves:
             raise error
 
     def _start(self, step: int, state: State, boundary: int, is_urgent: Callable[[], bool]) -> None:
-        run = self.options
-        attach = run.attach if self.session.channel.rank == COORDINATOR else None
-        options = SaveOptions(
+        options = self.options
+        attach = options.attach if self.session.channel.rank == COORDINATOR else None
+        save_options = SaveOptions(
             step=step,
-            sharding=run.sharding,
+            sharding=options.sharding,
             overwrite=step in self._begun,
-            include=run.include,
-            exclude=run.exclude,
-            include_frozen=run.include_frozen,
-            config=run.config,
-            kind=run.kind,
+            include=options.include,
+            exclude=options.exclude,
+            include_frozen=options.include_frozen,
+            config=options.config,
+            kind=options.kind,
             attach=None if attach is None else partial(attach, step),  # called during the save
-            link_unchanged=run.link_unchanged,
-            check_replicas=run.check_replicas,
+            link_unchanged=options.link_unchanged,
+            check_replicas=options.check_replicas,
             incarnation=self.incarnation,
             boundary=boundary,
             is_urgent=is_urgent,
@@ -155,11 +155,11 @@ class RunSaves:
             self._earlier = [save for save in (*self._earlier, self._handle) if not save.done()]
         self._handle, self._has_failed = None, True
         if self.saver is not None:
-            self._handle = self.saver.save_with(state, path, options)
+            self._handle = self.saver.save_with(state, path, save_options)
             if self.maintenance is not None:
                 self.maintenance.follow(self._handle)
         else:
-            report = save_together(self.session, state, path, options)
+            report = save_together(self.session, state, path, save_options)
             if self.maintenance is not None:
                 self.maintenance.add_committed(report)
         self._has_failed = False
@@ -321,16 +321,16 @@ class RunSession:
         self._is_state_checked = True
         if self.saves.num_begun:
             return
-        run = self.options
-        options = SaveOptions(
-            sharding=run.sharding,
-            include=run.include,
-            exclude=run.exclude,
-            include_frozen=run.include_frozen,
+        options = self.options
+        save_options = SaveOptions(
+            sharding=options.sharding,
+            include=options.include,
+            exclude=options.exclude,
+            include_frozen=options.include_frozen,
         )
         with suppress(CheckpointError, RuntimeError):  # of code that may be ready at the save
             try:
-                options.local_state(self.session, make_state())
+                save_options.read_rank(self.session, make_state())
             except (TypeError, ValueError) as error:
                 kind, rank = describe_error(error, "save").kind, self.session.channel.rank
                 text = f"rank {rank}: the state of step {step} cannot be saved: {error}"

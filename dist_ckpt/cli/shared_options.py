@@ -44,8 +44,8 @@ class CheckpointPath(click.Path):
 
 def _selectors(listing: Listing) -> Iterator[str]:
     yield "latest"
-    yield from (str(saved.step) for saved in listing.alive)
-    for metric in sorted({name for saved in listing.alive for name in saved.metrics}):
+    yield from (str(saved.step) for saved in listing.not_orphaned)
+    for metric in sorted({name for saved in listing.not_orphaned for name in saved.metrics}):
         yield from (f"min:{metric}", f"max:{metric}")
     for tag in sorted({name for saved in listing.checkpoints for name in saved.tags}):
         yield f"tag:{tag}"

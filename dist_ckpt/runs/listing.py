@@ -140,7 +140,7 @@ class Listing:
     old_folders: tuple[str, ...] = ()
 
     @property
-    def alive(self) -> tuple[RunCheckpoint, ...]:
+    def not_orphaned(self) -> tuple[RunCheckpoint, ...]:
         """The committed checkpoints of the run itself: with a step, and not orphaned."""
         if self.history_problem:
             raise CorruptError(self.history_problem)
@@ -148,8 +148,8 @@ class Listing:
 
     @property
     def usable(self) -> tuple[RunCheckpoint, ...]:
-        """Those of `alive` that are not known to be damaged: a run resumes from the last one."""
-        return tuple(info for info in self.alive if info.damage is None)
+        """Those of `not_orphaned` without recorded damage: a run resumes from the last one."""
+        return tuple(info for info in self.not_orphaned if info.damage is None)
 
 
 def checkpoints(root: str | os.PathLike[str]) -> tuple[RunCheckpoint, ...]:

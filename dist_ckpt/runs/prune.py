@@ -249,7 +249,7 @@ def plan_prune(listing: Listing, keep: RetentionPolicy, *, damaged: bool = False
         if info.where
     ]
     reasons_by_step = dict(zip(newest_by_step, keep.reasons(candidates), strict=True))
-    newest = next((info.path for info in reversed(usable or listing.alive)), None)
+    newest = next((info.path for info in reversed(usable or listing.not_orphaned)), None)
     # Results of checks count for neither of two plain copies. Yet no copy may cost another step.
     checks = newest_checks(listing.annotations)
     known = [(info, checks.get(info.where)) for info in reversed(usable) if info.where]
@@ -383,7 +383,7 @@ def _sync_newest(storage: Storage, listing: Listing) -> None:
 
     NotFoundError if another process has removed or replaced it since the listing.
     """
-    for newest in (listing.usable or listing.alive)[-1:]:
+    for newest in (listing.usable or listing.not_orphaned)[-1:]:
         folders = (f"{newest.path}/{newest.attempt}", newest.path) if newest.link is None else ()
         try:
             for folder in (*folders, listing.root):

@@ -21,7 +21,7 @@ from dist_ckpt.core.comm.exchange.channel import SingleProcessChannel
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.runtime.host_memory import create_named
 from dist_ckpt.core.saving.agreement import plan_together
-from dist_ckpt.core.saving.local_save_state import LocalSaveState
+from dist_ckpt.core.saving.rank_save import RankSave
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles
 
 JOB = "a job"
@@ -49,7 +49,7 @@ def state() -> dict[str, Any]:
 
 def files_of(state: dict[str, Any]) -> RankFiles:
     session = Session(SingleProcessChannel(), SingleProcessCollective())
-    held = LocalSaveState.read(session, state, None)
+    held = RankSave.read(session, state, None)
     return held.files(plan_together(session, held.inventory).save_plan, 1, {}, {})
 
 

@@ -14,7 +14,7 @@ from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.snapshots.recovered_snapshots import MemoryFile, RecoveredSnapshot
 from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.storage import ReadableFile, Storage
-from dist_ckpt.core.storage.virtual_files import BytesFile, OverlayStorage
+from dist_ckpt.core.storage.overlay_storage import BytesFile, OverlayStorage
 from dist_ckpt.errors import CorruptError, StorageError
 from dist_ckpt.reports import IoCount
 from dist_ckpt.testing.memory_storage import MemoryStorage

@@ -22,7 +22,7 @@ from dist_ckpt.async_save.snapshots.job_folder import SHARED_MEMORY, JobFolder
 from dist_ckpt.async_save.trainer import background_save, writer_handle
 from long_mode import IS_LONG
 from ranks import run_ranks
-from tests.core.saving.test_local_save_state import NBYTES, beside_the_sample
+from tests.core.saving.test_rank_save import NBYTES, beside_the_sample
 
 pytestmark = pytest.mark.multi_process
 

@@ -148,7 +148,7 @@ def test_what_a_later_start_has_gone_back_behind_is_told(storage: MemoryStorage)
     begin_incarnation(storage, ROOT, restored=None, why="", by="")
     begin_incarnation(storage, ROOT, restored=first, why="", by="")
     assert {step: one.is_orphaned for step, one in by_step(storage).items()} == {5: False, 9: True}
-    assert [one.step for one in listed(storage).alive] == [5]
+    assert [one.step for one in listed(storage).not_orphaned] == [5]
 
 
 def test_a_start_that_cannot_be_read_is_told_and_nothing_counts_as_alive(storage) -> None:
@@ -159,7 +159,7 @@ def test_a_start_that_cannot_be_read_is_told_and_nothing_counts_as_alive(storage
     assert [one.step for one in listing.checkpoints] == [5]
     assert "2.json" in listing.history_problem
     with pytest.raises(CorruptError, match=r"2\.json"):
-        _ = listing.alive
+        _ = listing.not_orphaned
 
 
 def test_one_checkpoint_is_listed_with_the_facts_of_its_root(storage: MemoryStorage) -> None:

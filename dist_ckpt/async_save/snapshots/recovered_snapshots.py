@@ -33,7 +33,7 @@ from dist_ckpt.core.runtime.host_memory import open_existing
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.storage import open_storage
 from dist_ckpt.core.storage.local.direct_io import Descriptor
-from dist_ckpt.core.storage.virtual_files import BytesFile, ServedFile
+from dist_ckpt.core.storage.overlay_storage import BytesFile, ServedFile
 from dist_ckpt.errors import CheckpointError, CorruptError
 
 _log = logging.getLogger("dist_ckpt")

@@ -41,7 +41,7 @@ from dist_ckpt.core.saving.agreement import (
     agree,
 )
 from dist_ckpt.core.saving.attachments import read_attached
-from dist_ckpt.core.saving.local_save_state import LocalSaveState
+from dist_ckpt.core.saving.rank_save import RankSave
 from dist_ckpt.core.saving.save_options import SaveOptions
 from dist_ckpt.core.shard_io.memory.cell_memory import CellReader
 from dist_ckpt.core.shard_io.memory.cuda import SideStreamCopies, check_no_capture
@@ -91,10 +91,10 @@ def stage_overlapped(
 ) -> Callable[[], None]:
     """Stage like `stage`, but CUDA devices copy their own tensors.
 
-    On return, the caller may change tensors on the host, and may start device work that changes
-    device tensors, except those named in `late`. Devices may still copy these. The caller calls
-    `device_copies.mark()` now, and device work that changes them must wait for this mark. For
-    example, weights change in `optimizer.step()`, so each step waits for the mark.
+    On return, the caller may change host tensors, and device tensors that `late` does not name.
+    Devices may still copy the tensors in `late`. So the caller now calls `device_copies.mark()`,
+    and device work that changes these tensors must wait for the mark. For example, weights change
+    in `optimizer.step()`, so each step waits for the mark.
 
     Call the returned function in any thread. It publishes the progress, and returns when the
     snapshot is complete.
@@ -274,7 +274,7 @@ def save_in_background(
             job.writer.end_pause(start.queued, drop=is_agreed)
     with phases.phase("stage"):
         save = _stage(prepared, save_id)
-    num_sampled = prepared.local_state.num_sampled
+    num_sampled = prepared.rank_save.num_sampled
     report = _make_report_merger(session, phases.seconds, num_sampled)
     return SaveHandle(prepared.arguments.path, options.step, job.writer, save, report)
 
@@ -294,12 +294,12 @@ class _BackgroundPreparation:
 
     arguments: SaveArguments
     inventory: Inventory
-    unmatched: tuple[str, ...]
+    pattern_problems: tuple[str, ...]
     session: Session
     job: Job
     start: StartDecision
     options: SaveOptions
-    local_state: LocalSaveState
+    rank_save: RankSave
     attached: Mapping[str, bytes]
     files: RankFiles = field(init=False)
     snapshot: layout.Snapshot = field(init=False)
@@ -308,9 +308,9 @@ class _BackgroundPreparation:
 
     def accept_plan(self, plan: AgreedPlan) -> None:
         """Wait for an arena that is not busy, and make it large enough for the files of a plan."""
-        job, options, local_state = self.job, self.options, self.local_state
+        job, options, rank_save = self.job, self.options, self.rank_save
         metadata = options.all_metadata()
-        self.files = local_state.files(plan.save_plan, options.step, metadata, self.attached)
+        self.files = rank_save.files(plan.save_plan, options.step, metadata, self.attached)
         fields = options.index_fields()
         details = layout.SnapshotMetadata(
             overwrite=options.overwrite,
@@ -318,7 +318,7 @@ class _BackgroundPreparation:
             saved_by=fields.saved_by,
             began_at=self.start.began_at,
             inventories=plan.inventories,
-            replicas=options.replica_digests(local_state, plan),
+            replicas=options.replica_digests(rank_save, plan),
             incarnation=options.incarnation,
         )
         self.snapshot = layout.Snapshot(
@@ -355,23 +355,23 @@ def _prepare_save(
     check_no_capture()
     attached = read_attached(options.attach)
     arguments = options.arguments(open_storage(path)[1], attached)
-    local = options.local_state(session, state)
-    checked = arguments, local.inventory, local.unmatched
-    return _BackgroundPreparation(*checked, session, job, start, options, local, attached)
+    rank_save = options.read_rank(session, state)
+    checked = arguments, rank_save.inventory, rank_save.pattern_problems
+    return _BackgroundPreparation(*checked, session, job, start, options, rank_save, attached)
 
 
 def _stage(prepared: _BackgroundPreparation, save_id: str) -> BackgroundSave:
     """Copy, while the writer follows. An error here makes the save fail on all ranks."""
-    job, arena, local_state = prepared.job, prepared.arena, prepared.local_state
+    job, arena, rank_save = prepared.job, prepared.arena, prepared.rank_save
     save = BackgroundSave(save_id, prepared.arena_number)
     write = Write(save_id, prepared.arguments.path, arena.path, save.arena, *prepared.start.store)
     try:
         images = arena.begin(structs.replace(prepared.snapshot, id=save_id))
         job.writer.submit(save, write)
-        if devices := local_state.cuda_devices:
+        if devices := rank_save.cuda_devices:
             _copy_overlapped(prepared, save, images, devices)
         else:
-            local_state.state.synchronize()
+            rank_save.local_state.synchronize()
             _copy(job, save, lambda: stage(arena, images, prepared.files))
     except BaseException as error:
         if save not in job.writer.saves:  # the other writers wait for this one
@@ -392,7 +392,7 @@ def _copy_overlapped(
     job, arena = prepared.job, prepared.arena
     job.pinned.pin(save.arena, arena.memory, devices[0])
     with job.streams.copies(devices) as device_copies:
-        late = prepared.local_state.state.changed_in_steps()
+        late = prepared.rank_save.local_state.changed_in_steps()
         follow = stage_overlapped(arena, images, prepared.files, device_copies, late)
 
         def copy() -> None:

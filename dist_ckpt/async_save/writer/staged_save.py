@@ -227,7 +227,7 @@ def index_fields(snapshot: Snapshot, details: SnapshotMetadata) -> IndexFields:
         saved_by=details.saved_by,
         # The time of the state, not of the commit. A restore compares the times of saves.
         saved_at=details.began_at,
-        save=snapshot.id,
+        save_id=snapshot.id,
     )
 
 

@@ -72,6 +72,6 @@ def select_tensors(path: str, **globs: Any) -> tuple[str, dict[str, TensorInfo]]
     selection = parse_selection(**globs)
     with checkpoint.open(path, opener=OPENER) as ck:
         tensors = ck.tensors
-        if problems := selection.unmatched(tensors):
+        if problems := selection.pattern_problems(tensors):
             raise ValueError("; ".join(problems))
         return ck.path, {name: info for name, info in tensors.items() if name in selection}

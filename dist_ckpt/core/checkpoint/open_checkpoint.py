@@ -247,7 +247,7 @@ class OpenCheckpoint:
         ValueError for a pattern that matches no name.
         """
         stored = {**{fqn: fqn for fqn in self.catalog.tensors}, **self.catalog.aliases}
-        if problems := selection.unmatched(stored):
+        if problems := selection.pattern_problems(stored):
             raise ValueError("; ".join(problems))
         return {name: fqn for name, fqn in stored.items() if name in selection}
 

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.storage import Storage, open_storage
-from dist_ckpt.core.storage.virtual_files import ServedFile
+from dist_ckpt.core.storage.overlay_storage import ServedFile
 
 UserPath = str | os.PathLike[str]
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from dist_ckpt.core.checkpoint.opener import NATIVE, Opener
 from dist_ckpt.core.commit.attempts import MAX_TRIES, find_checkpoint, has_folder, read_document
-from dist_ckpt.core.commit.records.recorded_checks import iterate_siblings, note_check
+from dist_ckpt.core.commit.records.recorded_checks import iterate_siblings, record_check
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import block_digest
 from dist_ckpt.core.format.dtypes import DTYPES
@@ -167,9 +167,9 @@ def _record(storage: Storage, report: VerifyReport, index: Index) -> None:
     """Record the result of a check in the run. Never raises."""
     level = report.level
     if level == "full" and report.ok:
-        note_check(storage, report.path, index, level)
+        record_check(storage, report.path, index, level)
     with suppress(CheckpointError, OSError):
-        damaged = _note_damage(storage, report.path, index, level, report.problems)
+        damaged = _record_problems(storage, report.path, index, level, report.problems)
         _record_linked(storage, report.path, index, damaged, level)
 
 
@@ -217,17 +217,17 @@ def _check_files(
     verification.run("full")
     if not has_folder(storage, path, Attempt.from_name(index.attempt)):
         return frozenset()
-    return _note_damage(storage, path, index, check, verification.problems)
+    return _record_problems(storage, path, index, check, verification.problems)
 
 
-def _note_damage(
+def _record_problems(
     storage: Storage, path: str, index: Index, check: str, problems: Sequence[Problem]
 ) -> frozenset[str]:
     """Record the problems that are damage. Return the names of the damaged files."""
     damaged = [problem for problem in problems if problem.is_damage]
     if damaged:
         more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
-        note_check(storage, path, index, check, f"{damaged[0]}{more}")
+        record_check(storage, path, index, check, f"{damaged[0]}{more}")
     return frozenset(problem.file for problem in damaged)
 
 

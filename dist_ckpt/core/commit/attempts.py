@@ -165,8 +165,8 @@ def was_provably_removed(storage: Storage, path: str, attempt: Attempt) -> bool:
     """Return True if a claimed attempt is gone, and its trash or a higher attempt is here.
 
     Without that evidence return False. If the storage is not shared, this host never had the
-    attempt, and its absence proves nothing.
-    Only a higher number is evidence: on storage that is not shared, each host begins at 1.
+    attempt, and its absence proves nothing. Each host then numbers its attempts from 1, so only a
+    higher number is evidence.
     """
     entries = list_entries(storage, path)
     attempts = set(parse_attempts(entries))

@@ -2,13 +2,15 @@
 
 1. `claim` creates the folder of a new attempt, abandons lower open attempts, and writes the claim.
 2. The ranks write their files. They sync each file, then the folder (`shard_io/write/`).
-3. `build_file_tables` (`receipts.py`) and `check_files` check that all planned files exist.
+3. `check_files` checks that all files of the receipts exist, and `build_file_tables`
+   (`receipts.py`) that the receipts follow the plan.
 4. `commit` writes the index under a temporary name, syncs it and reads it back. It renames the
    index, which never replaces a file, and syncs the folder. The checkpoint exists after the rename.
 5. `remove_superseded` (`removal.py`) removes older attempts.
 
-A crash before the rename leaves an open attempt, which is never read. A later save or `gc` abandons
-it. A crash after the rename leaves the new checkpoint, and perhaps older ones.
+A crash before the rename leaves an open attempt, which is never read. The next save to the same
+path abandons and removes it; so does `gc` after its grace time. A crash after the rename leaves the
+new checkpoint, and perhaps older ones.
 
 A storage call that raises an error may still have worked. So `abandon_or_find_outcome` looks at the
 storage before an error is reported.
@@ -185,13 +187,14 @@ def claim(
 ) -> Claim:
     """Begin an attempt at `path`. Coordinator only.
 
-    On return the attempt's folder is durable, and lower open attempts are abandoned. A test has
-    shown that a rename on this storage never replaces a file. After an error, the claim is undone
-    as far as the storage allows.
+    On return the attempt's folder is durable, and lower open attempts are abandoned. The claim has
+    tried a rename onto an existing file here, which failed as it must. After an error, the claim is
+    undone as far as the storage allows.
 
-    Raises ExistsError if the path is a linked step, or has files of another program. The same if a
-    checkpoint is there and `overwrite` is False, or it is protected and `force` is False. Raises
-    ConflictError if a higher attempt exists, IncompatibleError if the root needs an upgrade.
+    Raises ExistsError if the path is a linked step, or has files of another program. Also raises
+    ExistsError for a checkpoint there without `overwrite`, or a protected checkpoint without
+    `force`. Raises ConflictError if a higher attempt exists, IncompatibleError if the root needs an
+    upgrade.
 
     `incarnation` is the incarnation of the run that saves. The run saves only steps above the one
     that it restored. So checkpoints of older incarnations at `path` are orphaned, and the run

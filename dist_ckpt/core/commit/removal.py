@@ -78,8 +78,8 @@ def remove_superseded(
     """Remove all attempts below `attempt`, which was just committed, and all trash.
 
     Pinned, tagged and leased attempts stay. If a newer incarnation has begun, all attempts stay.
-    The save has succeeded, so an error of the storage is only logged: the next save or `gc` removes
-    the remaining attempts.
+    The save has succeeded, so an error of the storage is only logged: the next save to this path,
+    or `gc`, removes the remaining attempts.
     """
     by = f"the saver of {attempt}"
     try:

@@ -1,5 +1,6 @@
-"""The transaction that makes every new checkpoint: claim an attempt, write, commit or abort.
+"""The transaction that makes every new checkpoint: claim an attempt, write, commit or abandon.
 
+It also checks that the disk has room (`check_room`), and makes the report of each save (`report`).
 Saves, background saves, averages, imports and rewrites all use `Transaction`. The ranks agree by
 exchanges, which raise the error of any rank on all ranks. A single process uses a channel with one
 rank.
@@ -52,14 +53,14 @@ class IndexFields:
     """The fields of an index that do not follow from the plan or the receipts.
 
     Only the fields of the coordinator are used. `metadata` has the scalars of the user's metadata.
-    `saved_at` is the time of the commit by default. `save` is the random id of the save.
+    `saved_at` is the time of the commit by default. `save_id` is the random id of the save.
     """
 
     step: int | None
     metadata: Mapping[str, Scalar]
     saved_by: Mapping[str, str]
     saved_at: float | None = None
-    save: str = field(default_factory=partial(secrets.token_hex, 16))
+    save_id: str = field(default_factory=partial(secrets.token_hex, 16))
 
     def build_index(self, attempt: str, catalog: Catalog, receipts: Sequence[Receipt]) -> Index:
         """Return the index of an attempt. StorageError if a receipt does not follow from the plan.
@@ -69,7 +70,7 @@ class IndexFields:
         files, objects = build_file_tables(catalog, receipts)
         return Index(
             attempt=attempt,
-            save=self.save,
+            save=self.save_id,
             step=self.step,
             catalog=catalog,
             files=files,
@@ -132,7 +133,7 @@ class Transaction:
             decision = transaction.write_and_commit(encoded_catalog, fields, write)
             transaction.remove_superseded()
 
-    If the block ends without a commit, the coordinator aborts the attempt. The error of the block
+    If the block ends without a commit, the coordinator abandons the attempt. The error of the block
     is raised unchanged. `label` names the writer in the claim, such as a tool; by default the rank.
     """
 
@@ -145,7 +146,7 @@ class Transaction:
     ) -> None:
         self.nbytes_receipt = 0  # of the receipt that this rank has sent
         self._channel = channel
-        self._began = channel.exchanges
+        self._exchanges_before = channel.exchanges
         self._settings = settings or Settings()
         self._by = f"{label or f'rank {channel.rank}'} on {channel.host}"
         self._claim: commit_protocol.Claim | None = None
@@ -182,9 +183,9 @@ class Transaction:
     ) -> Attempt:
         """Claim an attempt at `path`. Coordinator only, inside an exchange with other ranks.
 
-        The claim creates the first file. A check that needs no claim goes before it; `check_room`
-        runs after it, because the claim frees space. Raises the errors of `commit_protocol.claim`,
-        and StorageError if `nbytes` do not fit.
+        The claim creates the first file. So add a new check before the claim. The exception is
+        `check_room`, because the claim first removes unfinished saves at `path`. Raises the errors
+        of `commit_protocol.claim`, and StorageError if `nbytes` do not fit.
         """
         self.storage, self._path = storage, path
         try:
@@ -200,7 +201,7 @@ class Transaction:
             self.check_room(nbytes)
             raise
         self.attempt = self._claim.attempt
-        self.check_room(nbytes)  # the claim has removed unfinished saves at `path`
+        self.check_room(nbytes)
         return self.attempt
 
     def check_room(self, nbytes: int) -> None:
@@ -226,24 +227,24 @@ class Transaction:
         fields: IndexFields,
         write: Callable[[str], RankWriteResult],
         *,
-        receipts_by_rank: Callable[[Sequence[Receipt]], Sequence[Receipt]] = list,
+        to_plan_ranks: Callable[[Sequence[Receipt]], Sequence[Receipt]] = list,
     ) -> CommitDecision:
         """Write this rank's part, commit, and return the decision. Collective.
 
-        `write` gets the folder of the attempt. `receipts_by_rank` turns the receipts of the writers
+        `write` gets the folder of the attempt. `to_plan_ranks` turns the receipts of the writers
         into one receipt for each rank of the plan. By default each rank writes its own part.
 
         On return the checkpoint is durable. After an error no new checkpoint exists, except after
         two kinds of StorageError. "in place": it exists, but may not survive a power cut.
         "unknown": it may exist.
 
-        A rank that gets no answer abandons the attempt. If the attempt is committed already, that
-        rank returns the decision. An interrupt of the commit is raised unchanged on its rank. That
-        rank still sends the outcome to the others.
+        A rank without an answer tries to abandon the attempt. If the commit was faster, the rank
+        returns the decision. If an interrupt stops the commit, rank 0 first sends the outcome to
+        the other ranks, then raises the interrupt.
         """
         self._step, self._num_tensors = fields.step, len(encoded_catalog.catalog.tensors)
         try:
-            decision = self._write(encoded_catalog, fields, write, receipts_by_rank)
+            decision = self._write(encoded_catalog, fields, write, to_plan_ranks)
         except NoAnswerError as error:
             committed = self._abandon_or_find_outcome(error)
             if committed is None:
@@ -257,7 +258,7 @@ class Transaction:
         encoded_catalog: EncodedCatalog,
         fields: IndexFields,
         write: Callable[[str], RankWriteResult],
-        receipts_by_rank: Callable[[Sequence[Receipt]], Sequence[Receipt]],
+        to_plan_ranks: Callable[[Sequence[Receipt]], Sequence[Receipt]],
     ) -> CommitDecision:
         with self._channel.exchange("write") as writing:
             if self._claim is None:
@@ -270,8 +271,8 @@ class Transaction:
             elif differing := find_unequal_groups(receipts):
                 writing.decide(WriteDecision(tuple(differing), None))
             else:
-                by_rank = partial(receipts_by_rank, receipts)
-                self._commit_and_answer(writing, encoded_catalog, fields, receipts, by_rank)
+                plan_receipts = partial(to_plan_ranks, receipts)
+                self._commit_and_answer(writing, encoded_catalog, fields, receipts, plan_receipts)
         answer = writing.result(WriteDecision)
         if answer.decision is not None:
             return answer.decision
@@ -289,7 +290,7 @@ class Transaction:
         encoded_catalog: EncodedCatalog,
         fields: IndexFields,
         receipts: Sequence[Receipt],
-        by_rank: Callable[[], Sequence[Receipt]],
+        plan_receipts: Callable[[], Sequence[Receipt]],
     ) -> None:
         """Check the receipts and the files, commit, and answer. Coordinator only."""
         assert self._claim is not None
@@ -300,7 +301,7 @@ class Transaction:
             file_sizes(receipts),
             timeout_s=self._settings.visibility_timeout_s,
         )
-        index = fields.build_index(self.attempt.name, encoded_catalog.catalog, by_rank())
+        index = fields.build_index(self.attempt.name, encoded_catalog.catalog, plan_receipts())
         slowest_rank, slowest_s = find_slowest([receipt.seconds for receipt in receipts])
         linked = reduce(IoCount.plus_all, (IoCount(*receipt.linked) for receipt in receipts))
         decision = _build_decision(index, slowest_rank, slowest_s, linked)
@@ -403,7 +404,7 @@ class Transaction:
             world_size=self._channel.world_size,
             num_tensors=self._num_tensors,
             seconds=phases.seconds,
-            exchanges=self._channel.exchanges.since(self._began),
+            exchanges=self._channel.exchanges.since(self._exchanges_before),
             collectives=collectives or IoCount(),
             nbytes_receipt=self.nbytes_receipt,
             storage_reads=reads,

@@ -1,8 +1,9 @@
 """The table of dtypes: torch's name, the size in bytes, and the code of safetensors.
 
 A dtype without a code is stored as U8, with a last dimension of its size. Its real name is in the
-shard file's `__metadata__`. Elements are whole bytes; smaller ones are stored packed, by the tensor
-that contains them. `docs/architecture.md` lists the other tables that a new dtype needs.
+shard file's `__metadata__`. An element has at least one byte, as in torch. A tensor subclass that
+packs several numbers in a byte is stored as its inner tensors. `docs/architecture.md` lists the
+other tables that a new dtype needs.
 """
 
 from __future__ import annotations

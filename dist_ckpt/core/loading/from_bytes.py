@@ -17,7 +17,7 @@ from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.planning.name_selection import Cast
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import ReadableFile
-from dist_ckpt.core.storage.virtual_files import BytesFile, ReadOnlyStorage
+from dist_ckpt.core.storage.overlay_storage import BytesFile, ReadOnlyStorage
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.message_text import listed
 from dist_ckpt.reports import LoadReport

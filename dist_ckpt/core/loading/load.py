@@ -27,7 +27,14 @@ from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.attempts import MAX_TRIES
-from dist_ckpt.core.commit.records.recorded_checks import name_newest_good, note_check
+from dist_ckpt.core.commit.records.recorded_checks import name_newest_good, record_check
+from dist_ckpt.core.loading.check_load import (
+    CheckedLoad,
+    LoadArguments,
+    LoadCall,
+    check_load,
+    read_arguments,
+)
 from dist_ckpt.core.loading.load_decisions import (
     CheckFindings,
     JobTotals,
@@ -41,19 +48,12 @@ from dist_ckpt.core.loading.load_decisions import (
     sum_totals,
 )
 from dist_ckpt.core.loading.load_options import LoadOptions, ReadOnce, Sources, sources_text
-from dist_ckpt.core.loading.prepare_load import (
-    LoadArguments,
-    LoadCall,
-    PreparedLoad,
-    prepare_load,
-    read_arguments,
-)
+from dist_ckpt.core.loading.shared_read.run_shared_read import check_blocks_first, read_blocks
 from dist_ckpt.core.loading.shared_read.shared_read_group import (
     SharedReadGroup,
     UnreachableRanks,
     gather_requests,
 )
-from dist_ckpt.core.loading.shared_read.shared_reader import check_blocks_first, read_blocks
 from dist_ckpt.core.planning.name_selection import SELECT_ALL, Cast
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime import typed_msgpack
@@ -205,30 +205,30 @@ def _load(call: LoadCall) -> LoadReport:
     session, label = call.session, sources_text(call.path)
     with session.operation(f"load of {label}"), ExitStack() as leases, ExitStack() as stack:
         phases = Phases("load", label, quiet=session.channel.rank != COORDINATOR)
-        arguments, prepared, decision = _open_and_check(call, phases, leases, stack)
+        arguments, checked, decision = _open_and_check(call, phases, leases, stack)
         try:
-            totals = _read_and_place(call, prepared, decision, phases, stack)
+            totals = _read_and_place(call, checked, decision, phases, stack)
         except CorruptError as error:
             if decision.from_memory and not call.memory.is_only_copy:
                 raise _DamagedInMemoryError from error
             raise
-        report = _build_report(call, arguments, prepared, decision, totals, phases)
+        report = _build_report(call, arguments, checked, decision, totals, phases)
         if call.options.record_check and session.channel.rank == COORDINATOR:
             is_partial = report.unexpected or report.dropped or decision.from_memory
             is_whole = not is_partial and arguments.selection == SELECT_ALL
             # The load has read and checked the whole checkpoint: record that in its run.
             if call.options.verify and is_whole:
-                _note_whole(arguments.counting[0], prepared.resolved.checkpoints[0])
+                _record_whole(arguments.counting[0], checked.resolved.checkpoints[0])
         phases.done(report)
         return report
 
 
-def _note_whole(storage: Storage, checkpoint: OpenCheckpoint) -> None:
+def _record_whole(storage: Storage, checkpoint: OpenCheckpoint) -> None:
     """Record that a load has read a whole checkpoint, if its attached files are whole too."""
     try:
         for record in checkpoint.index.attached:  # a load does not need them
             read_attached_file(storage, checkpoint.folder, record)
-        note_check(storage, checkpoint.path, checkpoint.index, "load")
+        record_check(storage, checkpoint.path, checkpoint.index, "load")
     except CorruptError as error:
         record_damage(storage, error)
     except StorageError as error:
@@ -238,13 +238,13 @@ def _note_whole(storage: Storage, checkpoint: OpenCheckpoint) -> None:
 def _build_report(
     call: LoadCall,
     arguments: LoadArguments,
-    prepared: PreparedLoad,
+    checked: CheckedLoad,
     decision: LoadDecision,
     totals: tuple[RankTotals, JobTotals],
     phases: Phases,
 ) -> LoadReport:
     session, (local, job) = call.session, totals
-    binding, (first, *_) = prepared.binding, prepared.resolved.checkpoints
+    binding, (first, *_) = checked.binding, checked.resolved.checkpoints
     return LoadReport(
         path=first.path,
         step=first.index.step,
@@ -263,7 +263,7 @@ def _build_report(
         exchanges=session.exchanges,
         collectives=session.collective_calls,
         storage_reads=reduce(IoCount.plus_all, (storage.reads for storage in arguments.counting)),
-        sources=prepared.loaded_sources(),
+        sources=checked.loaded_sources(),
         as_saved=call.options.rename is None
         and all(use.source.rename is None for use in arguments.source_uses),
         **structs.asdict(job),
@@ -272,7 +272,7 @@ def _build_report(
 
 def _open_and_check(
     call: LoadCall, phases: Phases, leases: ExitStack, stack: ExitStack
-) -> tuple[LoadArguments, PreparedLoad, LoadDecision]:
+) -> tuple[LoadArguments, CheckedLoad, LoadDecision]:
     """Open and check the checkpoints. Try again if an overwrite replaces one meanwhile."""
     arguments: LoadArguments | None = None
     for number in range(1, MAX_TRIES + 1):
@@ -281,14 +281,14 @@ def _open_and_check(
             arguments, sources = _open(call, arguments, suffix, leases)
         with phases.phase("check"):
             with call.session.channel.exchange(f"check{suffix}") as checking:
-                prepared, findings = _check(call, arguments, sources, stack)
+                checked, findings = _check(call, arguments, sources, stack)
                 gathered = checking.gather(findings)
                 if gathered is not None:
                     checking.decide(decide_load(arguments.proposal, sources, gathered))
             decision = checking.result(LoadDecision)
         if not decision.is_gone:
-            assert prepared is not None
-            return arguments, prepared, decision
+            assert checked is not None
+            return arguments, checked, decision
     raise StorageError(
         f"{sources_text(call.path)}: it is replaced faster than it is read; try again"
     )
@@ -324,40 +324,40 @@ def _open(
 
 def _check(
     call: LoadCall, arguments: LoadArguments, sources: ResolvedSources, stack: ExitStack
-) -> tuple[PreparedLoad | None, CheckFindings]:
+) -> tuple[CheckedLoad | None, CheckFindings]:
     stack.pop_all().close()  # close the files of an attempt that is gone
     try:
         with ExitStack() as guards:
             for checkpoint in sources.checkpoints:
                 guards.enter_context(checkpoint.handle_damage())
-            return prepare_load(call, arguments, sources, stack)
+            return check_load(call, arguments, sources, stack)
     except NotFoundError:
         return None, CheckFindings(is_gone=True)
 
 
 def _read_and_place(
-    call: LoadCall, prepared: PreparedLoad, decision: LoadDecision, phases: Phases, stack: ExitStack
+    call: LoadCall, checked: CheckedLoad, decision: LoadDecision, phases: Phases, stack: ExitStack
 ) -> tuple[RankTotals, JobTotals]:
     """Read, place and load objects. A step begins when all ranks have done the step before."""
-    channel, options, binding = call.session.channel, call.options, prepared.binding
+    channel, options, binding = call.session.channel, call.options, checked.binding
     slots = call.session.scratch_buffers
     with phases.phase("read"):
-        targets, group = _allocate_and_link(call, prepared, decision, stack)
+        targets, group = _prepare_read(call, checked, decision, stack)
         if options.check_first:
             with channel.exchange("check first"):
-                reader = BlockReader(prepared.files, None, verify=True, slots=slots)
+                reader = BlockReader(checked.files, None, verify=True, slots=slots)
                 check_blocks_first(call.session, group, reader)
-        reader = BlockReader(prepared.files, targets, verify=options.verify, slots=slots)
+        reader = BlockReader(checked.files, targets, verify=options.verify, slots=slots)
         try:
             with channel.exchange("read") as exchange:
-                totals = _read(call.session, prepared, group, reader)
+                totals = _read(call.session, checked, group, reader)
                 gathered = exchange.gather(totals)
                 if gathered is not None:
                     exchange.decide(sum_totals(gathered))
             job = exchange.result(JobTotals)
         except CorruptError as error:
             # The error has the tensors of the rank that met the damage; add those of this rank.
-            touched = prepared.state_names(reader.touched)
+            touched = checked.state_names(reader.touched)
             error.touched = tuple(sorted({*error.touched, *touched}))
             raise
     with phases.phase("place"):
@@ -370,29 +370,29 @@ def _read_and_place(
     return totals, job
 
 
-def _allocate_and_link(
-    call: LoadCall, prepared: PreparedLoad, decision: LoadDecision, stack: ExitStack
+def _prepare_read(
+    call: LoadCall, checked: CheckedLoad, decision: LoadDecision, stack: ExitStack
 ) -> tuple[CellTargets, SharedReadGroup | None]:
     """Allocate new tensors, and link the ranks that share blocks.
 
     The group is None if this rank shares nothing.
     """
-    targets, group = prepared.targets, None
+    targets, group = checked.targets, None
     if decision.makes_memory or decision.ranks_share_blocks:
         with call.session.channel.exchange("prepare") as preparing:
             if decision.ranks_share_blocks:
                 group = SharedReadGroup.link(
                     call.session,
-                    prepared.files,
-                    prepared.links,
+                    checked.files,
+                    checked.links,
                     gather_requests(
-                        call.session, decision.encoded_requests, prepared.encoded_requests
+                        call.session, decision.encoded_requests, checked.encoded_requests
                     ),
                     between_hosts=call.options.read_once == "job",
                     stack=stack,
                 )
             if targets is None:
-                targets = prepared.binding.allocate()
+                targets = checked.binding.allocate()
             if group is not None:
                 group.decide_unreachable(preparing)
     assert targets is not None, "without exchange `prepare` there are no new tensors"
@@ -400,15 +400,15 @@ def _allocate_and_link(
 
 
 def _read(
-    session: Session, prepared: PreparedLoad, group: SharedReadGroup | None, reader: BlockReader
+    session: Session, checked: CheckedLoad, group: SharedReadGroup | None, reader: BlockReader
 ) -> RankTotals:
     """Fill the targets. Raises CorruptError, whose `touched` has names in the state."""
     start = time.monotonic()
     try:
         nbytes_read, nbytes_received = read_blocks(session, group, reader)
     except CorruptError as error:
-        error.touched = prepared.state_names(error.touched)
+        error.touched = checked.state_names(error.touched)
         raise
-    prepared.binding.finish_tensors()
-    nbytes_placed = count_placed_nbytes(prepared.files.plan)
+    checked.binding.finish_tensors()
+    nbytes_placed = count_placed_nbytes(checked.files.plan)
     return RankTotals(nbytes_read, nbytes_received, nbytes_placed, time.monotonic() - start)

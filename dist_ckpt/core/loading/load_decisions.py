@@ -20,7 +20,7 @@ from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Index, Key
 from dist_ckpt.core.loading.load_options import ReadOnce
 from dist_ckpt.core.loading.shared_read.shared_read_group import find_shared_requests
-from dist_ckpt.core.planning.name_selection import find_unmatched_on_all
+from dist_ckpt.core.planning.name_selection import find_common_pattern_problems
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.state.binding.bind import unexpected_problem
 from dist_ckpt.core.state.tensors.plain_torch import make_torch_value
@@ -97,7 +97,7 @@ class CheckFindings(Message, frozen=True):
     """The result of one rank's check.
 
     `unrequested` is a bitmap of the saved names that this rank does not request (`encode_bitmap`).
-    `unmatched` has the problems of patterns that match no name on this rank. `makes_memory`,
+    `pattern_problems` has the problems of patterns that match no name on this rank. `makes_memory`,
     `assigns_values` and `loads_objects` are True for the steps in which this rank has work.
     `encoded_requests` has its block requests: b"" if the ranks can share nothing, None if they are
     too long for this exchange. `from_memory` is True if the rank reads files from memory, `is_gone`
@@ -105,7 +105,7 @@ class CheckFindings(Message, frozen=True):
     """
 
     problems: tuple[str, ...] = ()
-    unmatched: tuple[str, ...] = ()
+    pattern_problems: tuple[str, ...] = ()
     unrequested: bytes = b""
     makes_memory: bool = False
     assigns_values: bool = False
@@ -270,7 +270,7 @@ def _check_fits(
     With `strict`, unexpected names and patterns that match nothing are problems too.
     """
     problems = _merge_problems([result.problems for result in findings])
-    unmatched = find_unmatched_on_all(result.unmatched for result in findings)
+    pattern_problems = find_common_pattern_problems(result.pattern_problems for result in findings)
     if proposal.strict:
         label = "the checkpoint" if len(unexpected) == 1 else None
         problems += [
@@ -278,9 +278,9 @@ def _check_fits(
             for checkpoint, names in unexpected
             if names
         ]
-        problems += unmatched
-    elif unmatched:
-        _log.warning("%s: %s", " and ".join(proposal.paths), listed(unmatched, "; "))
+        problems += pattern_problems
+    elif pattern_problems:
+        _log.warning("%s: %s", " and ".join(proposal.paths), listed(pattern_problems, "; "))
     if problems:
         lines = listed(["", *merge_similar(problems)], "\n  - ")
         paths = " and ".join(checkpoint.path for checkpoint in sources.checkpoints)

@@ -69,7 +69,7 @@ class Selection:
                 self._matches[above] = matches
         return matches
 
-    def unmatched(self, names: Iterable[str]) -> tuple[str, ...]:
+    def pattern_problems(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return a problem for each pattern that matches no name, and for unknown frozen names."""
         unmatched, names = dict.fromkeys(self._patterns), [*names]
         for name in names if unmatched else ():
@@ -151,8 +151,8 @@ def parse_cast(cast: Cast) -> Selection | None:
     return Selection(parse_patterns(cast, "cast"))
 
 
-def find_unmatched_on_all(problems_by_rank: Iterable[Iterable[str]]) -> list[str]:
-    """Return the problems that `Selection.unmatched` has on every rank: ranks have other names."""
+def find_common_pattern_problems(problems_by_rank: Iterable[Iterable[str]]) -> list[str]:
+    """Return the problems that all ranks have: a pattern may match a name on one rank only."""
     first, *other_ranks = map(dict.fromkeys, problems_by_rank)
     return [problem for problem in first if all(problem in other for other in other_ranks)]
 

@@ -161,9 +161,9 @@ class CellOverlap:
     """
 
     stored: Cell
-    source: RegionPiece  # the piece of the stored cell that contains the box
+    stored_piece: RegionPiece  # the piece of the stored cell that contains the box
     requested_number: int  # the number of the requested cell
-    target: RegionPiece  # the piece of the requested cell that contains the box
+    requested_piece: RegionPiece  # the piece of the requested cell that contains the box
     common: Region
     contiguous: ElementRange | None  # the box in the stored cell's memory
     shift: int  # from there to the requested cell's memory
@@ -172,25 +172,32 @@ class CellOverlap:
     @staticmethod
     def of(
         stored: Cell,
-        source: RegionPiece,
+        stored_piece: RegionPiece,
         requested_number: int,
         requested: Cell,
-        target: RegionPiece,
+        requested_piece: RegionPiece,
         common: Region,
     ) -> CellOverlap:
         """Return the overlap of a piece of a stored cell and a piece of a requested cell."""
-        contiguous, target_range = (
-            contiguous_range(common, source),
-            contiguous_range(common, target),
+        contiguous, requested_range = (
+            contiguous_range(common, stored_piece),
+            contiguous_range(common, requested_piece),
         )
         shift, is_whole = 0, False
-        if contiguous is not None and target_range is not None:
-            shift = target_range.start - contiguous.start
+        if contiguous is not None and requested_range is not None:
+            shift = requested_range.start - contiguous.start
             is_whole = stored == requested and common.numel == requested.numel
         else:
             contiguous = None
         return CellOverlap(
-            stored, source, requested_number, target, common, contiguous, shift, is_whole
+            stored,
+            stored_piece,
+            requested_number,
+            requested_piece,
+            common,
+            contiguous,
+            shift,
+            is_whole,
         )
 
 

@@ -11,7 +11,7 @@ from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
-from dist_ckpt.core.planning.name_selection import find_unmatched_on_all
+from dist_ckpt.core.planning.name_selection import find_common_pattern_problems
 from dist_ckpt.core.planning.plan import Inventory, SavePlan
 from dist_ckpt.core.planning.save import save_planner
 from dist_ckpt.core.runtime import typed_msgpack
@@ -27,7 +27,7 @@ class AgreedPlan:
 
     The plan is valid until the inventory of a rank changes. `encoded_catalog` is the catalog as in
     an index. `nbytes_to_write` counts all ranks, without files that may be linked.
-    `first_save_name` is the name of the first save with this plan, "" before that save.
+    `plan_id` is the name of the first save with this plan, "" before that save.
     """
 
     inventory: Inventory
@@ -35,7 +35,7 @@ class AgreedPlan:
     save_plan: SavePlan
     encoded_catalog: EncodedCatalog
     nbytes_to_write: int
-    first_save_name: str = ""
+    plan_id: str = ""
 
 
 @dataclass(slots=True)
@@ -79,15 +79,15 @@ class SaveArguments(Message, frozen=True):
 class SaveProposal(Message, frozen=True):
     """The arguments of a rank, and its cache.
 
-    `cached` is the `first_save_name` of the cached plan if that plan is valid on this rank, else
-    "". `connection_generation` numbers the bulk connections. `unmatched` has a text for each
+    `cached_plan_id` is the `plan_id` of the cached plan if that plan is valid on this rank, else
+    "". `connection_generation` numbers the bulk connections. `pattern_problems` has a text for each
     pattern that matches nothing on this rank.
     """
 
     arguments: SaveArguments
-    cached: str
+    cached_plan_id: str
     connection_generation: int
-    unmatched: tuple[str, ...]
+    pattern_problems: tuple[str, ...]
 
 
 _BY_DIGEST = ("metadata", "attached")
@@ -109,12 +109,12 @@ class SaveAgreement(Message, Generic[NameT], frozen=True):
 class Preparation(Protocol):
     """The prepared part of one rank in a save, before the ranks agree.
 
-    `unmatched` has a text for each pattern that matches nothing on this rank.
+    `pattern_problems` has a text for each pattern that matches nothing on this rank.
     """
 
     arguments: SaveArguments
     inventory: Inventory
-    unmatched: tuple[str, ...]
+    pattern_problems: tuple[str, ...]
 
     def accept_plan(self, plan: AgreedPlan) -> None:
         """Check the plan, or prepare for it. All ranks raise the error of any rank."""
@@ -123,13 +123,13 @@ class Preparation(Protocol):
 def agree(
     session: Session,
     prepare: Callable[[], PreparationT],
-    claim: Callable[[PreparationT, AgreedPlan], NameT],
+    begin_save: Callable[[PreparationT, AgreedPlan], NameT],
     agreement_type: type[SaveAgreement[NameT]],
 ) -> tuple[PreparationT, NameT, AgreedPlan]:
     """Agree on a save. Return this rank's preparation, the name and the plan. Collective.
 
     If the cached plan is valid on all ranks, this takes one exchange; otherwise two. The
-    coordinator calls `claim` after all checks: `claim` begins the save. All ranks raise the error
+    coordinator calls `begin_save` after all checks. All ranks raise the error
     of any rank.
     """
     with session.channel.exchange("agree") as agreeing:
@@ -139,12 +139,14 @@ def agree(
             prepared.accept_plan(cached)
         else:
             cached = None
-        first_name = cached.first_save_name if cached else ""
+        cached_plan_id = cached.plan_id if cached else ""
         generation = session.collective.generation
-        proposal = SaveProposal(prepared.arguments, first_name, generation, prepared.unmatched)
+        proposal = SaveProposal(
+            prepared.arguments, cached_plan_id, generation, prepared.pattern_problems
+        )
         if (proposals := agreeing.gather(proposal)) is not None:
             is_plan_valid = check_proposals(proposals)
-            name = claim(prepared, cached) if is_plan_valid and cached is not None else None
+            name = begin_save(prepared, cached) if is_plan_valid and cached is not None else None
             generation = max(proposal.connection_generation for proposal in proposals)
             agreeing.decide(SaveAgreement(name, generation))
     agreement = agreeing.result(agreement_type)
@@ -156,10 +158,12 @@ def agree(
         prepared.accept_plan(plan)
         planning.gather(None)
         if planning.is_coordinator:
-            planning.decide(SaveAgreement(claim(prepared, plan), agreement.connection_generation))
+            planning.decide(
+                SaveAgreement(begin_save(prepared, plan), agreement.connection_generation)
+            )
     chosen = planning.result(agreement_type).name
     assert chosen is not None
-    session.cache(SaveCache).plan = replace(plan, first_save_name=str(chosen))
+    session.cache(SaveCache).plan = replace(plan, plan_id=str(chosen))
     return prepared, chosen, plan
 
 
@@ -177,9 +181,11 @@ def check_proposals(proposals: Sequence[SaveProposal]) -> bool:
             f"{groups}. Every rank must pass the same."
         )
     _check_attached(arguments_by_rank)
-    if problems := find_unmatched_on_all(proposal.unmatched for proposal in proposals):
+    if problems := find_common_pattern_problems(
+        proposal.pattern_problems for proposal in proposals
+    ):
         raise ValueError(f"{arguments_by_rank[0].path}: {listed(problems, '; ')}")
-    names = {proposal.cached for proposal in proposals}
+    names = {proposal.cached_plan_id for proposal in proposals}
     return len(names) == 1 and "" not in names
 
 

@@ -105,8 +105,8 @@ class CarrySource:
 
     def remove_matched(self, problems: Sequence[str]) -> tuple[str, ...]:
         """Return the problems, without those of `exclude` patterns that match a remaining name."""
-        exclude = self.excluded.unmatched(())
-        matched = {*exclude} - {*self.excluded.unmatched(self.remaining)}
+        exclude = self.excluded.pattern_problems(())
+        matched = {*exclude} - {*self.excluded.pattern_problems(self.remaining)}
         return tuple(problem for problem in problems if problem not in matched)
 
     def plan_names(self, plan: SavePlan) -> CarryOver:

@@ -1,4 +1,8 @@
-"""`dc.save`: read the state, agree on a plan, claim, write and commit."""
+"""`dc.save`: read the state, agree on a plan, claim, write and commit.
+
+Two more steps of every save are in `core/commit/transaction.py`, also for background saves and
+tools: the check of the free space (`check_room`), and the report (`report`), the place for a hook.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ from dist_ckpt.core.saving.agreement import (
 )
 from dist_ckpt.core.saving.attachments import Attachments, read_attached
 from dist_ckpt.core.saving.carry_over import CarryOver, CarrySource, open_source
-from dist_ckpt.core.saving.local_save_state import LocalSaveState, StateReader
+from dist_ckpt.core.saving.rank_save import RankSave, StateReader
 from dist_ckpt.core.saving.save_options import CheckReplicas, SaveOptions
 from dist_ckpt.core.shard_io.write.link_unchanged import SavedFiles, write_or_link
 from dist_ckpt.core.state.tree.containers import State
@@ -89,11 +93,11 @@ def save(
     again if the storage has no hard links, or both older checkpoints are gone. At most 8
     checkpoints share a file. At least every 8 saves a linked file is read back and checked.
 
-    `carry_over` is the report of a `dc.load` by the same group that did not restore everything.
-    Names of the loaded checkpoint that the load did not restore are copied into the new one. Names
-    that the state now has, and names that `exclude` matches, are not. If the world size is the
-    same, whole files are linked; all other data is copied and checked. Raises NotFoundError if the
-    loaded checkpoint was replaced or deleted, CorruptError if it is damaged.
+    `carry_over` is the report of a partial `dc.load`, made by this group. The save copies the names
+    of the loaded checkpoint that the load did not restore. It does not copy names that the state
+    now has, or that `exclude` matches. If the world size is the same, whole files are linked; all
+    other data is copied and checked. Raises NotFoundError if the loaded checkpoint was replaced or
+    deleted, CorruptError if it is damaged.
 
     A tensor that several ranks have is stored once. Their copies are compared: in full up to 1 MiB,
     and above that only sampled (16 blocks of 64 KiB). The first save of a layout compares the first
@@ -143,7 +147,7 @@ def save_together(
             prepared, attempt, plan = agree(
                 session,
                 partial(_prepare_save, session, state, path, options, storage, source),
-                partial(_claim, transaction, options),
+                partial(_make_room_and_claim, transaction, options),
                 SaveAgreement[Attempt],
             )
             transaction.set_attempt(prepared.storage, prepared.arguments.path, attempt)
@@ -170,7 +174,7 @@ def save_together(
             reads=reads if source is None else reads.plus_all(source.reads),
             writes=prepared.storage.writes,
             collectives=session.collective_calls,
-            num_sampled=prepared.local_state.num_sampled,
+            num_sampled=prepared.rank_save.num_sampled,
         )
 
 
@@ -180,9 +184,9 @@ class _PreparedSave:
 
     arguments: SaveArguments
     inventory: Inventory
-    unmatched: tuple[str, ...]
+    pattern_problems: tuple[str, ...]
     storage: CountingStorage
-    local_state: LocalSaveState
+    rank_save: RankSave
     attached: Mapping[str, bytes]
 
     def accept_plan(self, plan: AgreedPlan) -> None:
@@ -202,15 +206,15 @@ def _prepare_save(
     default_storage, storage_path = open_storage(path)
     attached = read_attached(options.attach)
     arguments = options.arguments(storage_path, attached)
-    local_state = options.local_state(session, state)
-    inventory, unmatched = local_state.inventory, local_state.unmatched
+    rank_save = options.read_rank(session, state)
+    inventory, pattern_problems = rank_save.inventory, rank_save.pattern_problems
     if source is not None:
-        unmatched = source.remove_matched(unmatched)
+        pattern_problems = source.remove_matched(pattern_problems)
     counting = CountingStorage(storage or default_storage)
-    return _PreparedSave(arguments, inventory, unmatched, counting, local_state, attached)
+    return _PreparedSave(arguments, inventory, pattern_problems, counting, rank_save, attached)
 
 
-def _claim(
+def _make_room_and_claim(
     transaction: Transaction, options: SaveOptions, prepared: _PreparedSave, plan: AgreedPlan
 ) -> Attempt:
     arguments = prepared.arguments
@@ -243,12 +247,12 @@ class _RankWriter:
         """Write the files into the folder of the attempt."""
         start = time.monotonic()
         session, storage, step = self.session, self.prepared.storage, self.options.step
-        local_state, carried = self.prepared.local_state, self.carried
+        rank_save, carried = self.prepared.rank_save, self.carried
         receipts: tuple[FileReceipt, ...] = ()
         linked = IoCount()
-        local_state.state.synchronize()
+        rank_save.local_state.synchronize()
         metadata, attached = self.options.all_metadata(), self.prepared.attached
-        files = local_state.files(self.plan.save_plan, step, metadata, attached)
+        files = rank_save.files(self.plan.save_plan, step, metadata, attached)
         if carried is not None:
             if session.channel.rank == COORDINATOR:
                 carried.source.take_lease(storage, self.lease_stack)
@@ -266,7 +270,7 @@ class _RankWriter:
             record_damage(storage, error)
         return RankWriteResult(
             (*receipts, *part.receipts),
-            self.options.replica_digests(local_state, self.plan),
+            self.options.replica_digests(rank_save, self.plan),
             time.monotonic() - start,
             linked.plus_all(part.linked),
         )

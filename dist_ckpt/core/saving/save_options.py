@@ -23,7 +23,7 @@ from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.arguments import check_flag, check_whole
 from dist_ckpt.core.saving.agreement import AgreedPlan, SaveArguments
 from dist_ckpt.core.saving.attachments import Attachments, ReadAttachments
-from dist_ckpt.core.saving.local_save_state import FIRST_NBYTES, LocalSaveState, StateReader
+from dist_ckpt.core.saving.rank_save import FIRST_NBYTES, RankSave, StateReader
 from dist_ckpt.core.state.tree.containers import State
 from dist_ckpt.reports import LoadReport
 
@@ -95,10 +95,10 @@ class SaveOptions:
         """Return the metadata with `config` and `kind` in it."""
         return add_description(self.metadata, self.config, self.kind)
 
-    def local_state(self, session: Session, state: State | StateReader) -> LocalSaveState:
+    def read_rank(self, session: Session, state: State | StateReader) -> RankSave:
         """Read this rank's state. ValueError or TypeError if it cannot be saved."""
         link_unchanged = parse_patterns(self.link_unchanged, "link_unchanged")
-        return LocalSaveState.read(session, state, self.sharding, self.selection(), link_unchanged)
+        return RankSave.read(session, state, self.sharding, self.selection(), link_unchanged)
 
     def selection(self) -> Selection:
         """Return the selection of the names to save. Raises TypeError or ValueError."""
@@ -129,10 +129,10 @@ class SaveOptions:
             check_replicas=self.check_replicas,
         )
 
-    def replica_digests(self, local_state: LocalSaveState, plan: AgreedPlan) -> ReplicaDigests:
+    def replica_digests(self, rank_save: RankSave, plan: AgreedPlan) -> ReplicaDigests:
         """Return the digests of this rank's replicas. The first save of a plan compares in full."""
-        whole_nbytes = FIRST_NBYTES if not plan.first_save_name else 0
-        return local_state.replica_digests(
+        whole_nbytes = FIRST_NBYTES if not plan.plan_id else 0
+        return rank_save.replica_digests(
             plan.save_plan, whole_nbytes=inf if self.check_replicas == "all" else whole_nbytes
         )
 

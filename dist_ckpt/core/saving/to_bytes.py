@@ -19,7 +19,7 @@ from dist_ckpt.core.planning.plan import FilePlan, FileReceipt, Inventory, Recei
 from dist_ckpt.core.planning.save.save_planner import plan_rank_files, plan_save
 from dist_ckpt.core.planning.tensor_views import Whole, compute_cells
 from dist_ckpt.core.runtime.processes import paused_collector
-from dist_ckpt.core.saving.local_save_state import encode_objects_files
+from dist_ckpt.core.saving.rank_save import encode_objects_files
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, ReaderOf, write_all
 from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory
 from dist_ckpt.core.state.tree.containers import State

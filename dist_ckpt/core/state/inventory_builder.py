@@ -28,7 +28,7 @@ from dist_ckpt.core.state.named_optimizers import (
 from dist_ckpt.core.state.optimizer_state import GROUPS, STATE, check_reported
 from dist_ckpt.core.state.sharding_rules import ShardingRules, find_job_mesh
 from dist_ckpt.core.state.tensors.local_tensors import is_array, is_ordinary
-from dist_ckpt.core.state.tensors.locate_tensor import LocalTensor, describe_source, tie_key
+from dist_ckpt.core.state.tensors.locate_tensor import LocalTensor, locate_for_save, tie_key
 from dist_ckpt.core.state.tensors.plain_torch import without_tensors
 from dist_ckpt.core.state.tree.containers import PathKey, State, child_name
 from dist_ckpt.core.state.tree.state_tree import (
@@ -59,7 +59,7 @@ class LocalState:
     - `values`, `per_rank`: checked plain data. A per-rank value is (key, value); its tensors are
       `ArrayValue`s.
     - `owners`: the modules and optimizers of the state, with their names.
-    - `unmatched`: error texts for patterns that select nothing on this rank.
+    - `pattern_problems`: error texts for patterns that select nothing on this rank.
     """
 
     inventory: Inventory
@@ -67,7 +67,7 @@ class LocalState:
     values: Mapping[str, object]
     per_rank: Mapping[str, tuple[Key, object]]
     owners: Sequence[tuple[str, ModuleLeaf | OptimizerLeaf]]
-    unmatched: tuple[str, ...] = ()
+    pattern_problems: tuple[str, ...] = ()
 
     def changed_in_steps(self) -> frozenset[str]:
         """Return the tensors that usually change only when an optimizer of the state steps.
@@ -137,10 +137,10 @@ def build_inventory(  # noqa: PLR0913 - the rank, and its request
     chosen = select_leaves(root, "", selection, optimizer_names)
     assert chosen is None or isinstance(chosen, Branch), "as the root is"
     builder.add_root(chosen or Branch(root.kind, None, {}))
-    unmatched = selection.unmatched(selectable_names(root, optimizer_names))
+    pattern_problems = selection.pattern_problems(selectable_names(root, optimizer_names))
     if chosen is None or not chosen.children:
-        unmatched += (f"nothing of the state is left to save: change {selection}",)
-    return replace(builder.local_state(), unmatched=unmatched)
+        pattern_problems += (f"nothing of the state is left to save: change {selection}",)
+    return replace(builder.local_state(), pattern_problems=pattern_problems)
 
 
 @dataclass(slots=True, eq=False)
@@ -237,13 +237,13 @@ class _InventoryBuilder:
             case PlainLeaf():
                 self._add_value(fqn, tree.value)
             case PerRank() | RNG():
-                self._claim(fqn)
+                self._reserve_name(fqn)
                 self.wrappers[fqn] = tree
             case _:
                 assert_never(tree)
 
     def _add_container(self, fqn: str, kind: str, keys: Iterable[PathKey]) -> None:
-        self._claim(fqn)
+        self._reserve_name(fqn)
         self.tree.append(Node(fqn, kind, tuple(keys)))
 
     def _add_branch(self, fqn: str, kind: str, children: Mapping[PathKey, Tree]) -> None:
@@ -259,7 +259,7 @@ class _InventoryBuilder:
         self._add_branch(fqn, "dict", children_of(leaf))
 
     def _add_value(self, fqn: str, value: object) -> None:
-        self._claim(fqn)
+        self._reserve_name(fqn)
         check_plain(value, fqn)
         self.values[fqn] = value
 
@@ -277,7 +277,7 @@ class _InventoryBuilder:
             options = options_branch(group, full).children
             plain = {k: leaf.value for k, leaf in options.items() if isinstance(leaf, PlainLeaf)}
             self._add_value(full, plain)
-            self._claim(f"{full}.params")
+            self._reserve_name(f"{full}.params")
             params = tuple(self.names[fqn][id(parameter)].stored for parameter in group["params"])
             self.name_lists.append(NameList(f"{full}.params", params))
             # The group was added as a value, not as a container. Its tensors are added below it.
@@ -288,7 +288,7 @@ class _InventoryBuilder:
             self._add(child_name(fqn, key), child)
 
     def _add_tensor(self, fqn: str, leaf: TensorLeaf) -> None:
-        self._claim(fqn)
+        self._reserve_name(fqn)
         value = leaf.value
         # `isinstance` of Parameter is slow, and most tensors are exactly `torch.Tensor`.
         if type(value) is not torch.Tensor and isinstance(value, torch.nn.Parameter):
@@ -332,7 +332,7 @@ class _InventoryBuilder:
         self.tensors.append(self.last[number] if is_in_last else entry)
 
     def _describe(self, fqn: str, leaf: TensorLeaf) -> tuple[LocalTensor, View, Shape]:
-        local = describe_source(leaf.value, fqn, rank=self.rank, group=self.group_ranks)
+        local = locate_for_save(leaf.value, fqn, rank=self.rank, group=self.group_ranks)
         view, shape = local.view, local.shape
         if self.rules is not None and isinstance(view, Whole):
             view, shape = self.rules.view(fqn, leaf, shape) or (view, shape)
@@ -357,7 +357,7 @@ class _InventoryBuilder:
             first = name if tie is None else self.ties.setdefault((tie, *stored), name)
         return first
 
-    def _claim(self, fqn: str) -> None:
+    def _reserve_name(self, fqn: str) -> None:
         if len(fqn) > MAX_FQN_CHARS:
             raise ValueError(
                 f"{fqn[:100]}...: the name has {len(fqn)} characters, the limit is "

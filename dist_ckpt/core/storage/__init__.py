@@ -5,8 +5,9 @@
   `testing/storage_contract.py`.
   `async_save/snapshots/job_folder.py` and `cli/commands/gc.py` also need a change: they handle
   local paths only. An object store, such as S3, cannot implement the protocol.
-- A storage above another one, for reads: a class like `OverlayStorage` in `virtual_files.py`. A
-  tier that writes to a fast storage first also needs a rule for what is durable.
+- A storage above another one, for reads: a class like `OverlayStorage` in `overlay_storage.py`.
+- A tier: copy after the commit, by `_after_commit` in `checkpointer/maintenance.py`. A tier that
+  writes to a fast storage first also needs a rule for what is durable.
 - Count, delay or time the calls of any storage: a class in `storage_wrappers.py`.
 """
 

@@ -1,6 +1,7 @@
 """Storages that forward all calls to another one, and count, limit or time them.
 
-A wrapper of a storage overrides one method of `ForwardingStorage`.
+A wrapper of a storage overrides one method of `ForwardingStorage`. A tier is not a wrapper: to copy
+each checkpoint after its commit, see `_after_commit` in `checkpointer/maintenance.py`.
 """
 
 # ruff: noqa: D102  # the protocol, or `ForwardingStorage`, documents the methods

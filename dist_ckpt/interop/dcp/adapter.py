@@ -46,7 +46,7 @@ from dist_ckpt.core.planning.name_selection import (
 )
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.public_names import refuse_old_parameters
-from dist_ckpt.core.saving.local_save_state import StateReader
+from dist_ckpt.core.saving.rank_save import StateReader
 from dist_ckpt.core.saving.save import save_together
 from dist_ckpt.core.saving.save_options import SaveOptions
 from dist_ckpt.core.state.binding.sources.rename import Rename, parse_rename

@@ -140,8 +140,8 @@ def _open_selected(
     check_outside(real_path(path), real_path(open_storage(folder)[1]))
     opened = OpenCheckpoint.at(storage, path, make=make_torch_value)
     stored = DcpKeys(opened, rank=0)
-    if unmatched := selection.unmatched((*stored.names.values(), *stored.per_rank)):
-        raise ValueError("; ".join(unmatched))
+    if texts := selection.pattern_problems((*stored.names.values(), *stored.per_rank)):
+        raise ValueError("; ".join(texts))
     metadata = stored.metadata(StorageMeta(checkpoint_id=os.fspath(folder)))
     names = stored.names
     entries, paths = metadata.state_dict_metadata, metadata.planner_data

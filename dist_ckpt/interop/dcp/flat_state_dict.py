@@ -34,14 +34,14 @@ from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.format.strict_json import is_text
+from dist_ckpt.core.loading.shared_read.run_shared_read import read_blocks
 from dist_ckpt.core.loading.shared_read.shared_read_group import (
     SharedReadGroup,
     UnreachableRanks,
     find_shared_requests,
     gather_requests,
-    prepare_shared_read,
+    open_shared_read,
 )
-from dist_ckpt.core.loading.shared_read.shared_reader import read_blocks
 from dist_ckpt.core.planning.load.load_planner import plan_load
 from dist_ckpt.core.planning.name_selection import Selection, names_above
 from dist_ckpt.core.planning.plan import Inventory, TensorEntry, TensorRequest
@@ -54,7 +54,7 @@ from dist_ckpt.core.shard_io.read.block_reads import CellTargets
 from dist_ckpt.core.shard_io.read.open_files import OpenFiles, open_files
 from dist_ckpt.core.state.inventory_builder import LocalState
 from dist_ckpt.core.state.tensors.local_tensors import class_name, torch_dtype
-from dist_ckpt.core.state.tensors.locate_tensor import describe_source
+from dist_ckpt.core.state.tensors.locate_tensor import locate_for_save
 from dist_ckpt.core.state.tensors.plain_torch import without_tensors
 from dist_ckpt.core.state.tensors.tensor_subclasses import is_wrapper_subclass
 from dist_ckpt.core.state.tree.containers import child_name, is_mapping
@@ -249,7 +249,7 @@ def read_local_state(
     parts: dict[str, tuple[torch.Tensor, ...]] = {}
     for fqn, items in items_by_tensor.items():
         chunks = _Chunks(planner, items)
-        local = describe_source(chunks, fqn, rank=session.channel.rank, group=session.group_ranks)
+        local = locate_for_save(chunks, fqn, rank=session.channel.rank, group=session.group_ranks)
         component = str(paths[fqn][0]) if len(paths[fqn]) > 1 else TOP_LEVEL_COMPONENT
         number = components.setdefault(component, len(components))
         view = views.setdefault(local.view, len(views))
@@ -402,7 +402,7 @@ class PlannedReads:
             with self._source.handle_damage():
                 files, targets = self._open(session.settings.threads)
             stack.callback(files.close)
-            links, own = prepare_shared_read(session, shared_read_id, files, stack)
+            links, own = open_shared_read(session, shared_read_id, files, stack)
             encoded = own if fits_exchange(len(own), session.channel.world_size) else None
             gathered = checking.gather(_ReadRequests(encoded, session.collective.generation))
             if gathered is not None:

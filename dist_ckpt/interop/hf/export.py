@@ -427,8 +427,8 @@ def select_tensors(
             f"{path} has no tensors in {only!r}: give a component that has some (only=, on the "
             f"command line --only): {listed([*components]) or 'none has'}"
         )
-    if unmatched := selection.unmatched(chain(*tables)):
-        raise ValueError(listed(unmatched, "; "))
+    if texts := selection.pattern_problems(chain(*tables)):
+        raise ValueError(listed(texts, "; "))
     names = [name for name in below if name in selection]
     problems = [*_value_problems(catalog, names)]
     tensors: dict[str, ExportedTensor] = {}

@@ -230,7 +230,7 @@ class NestedState:
         ValueError for an exclude pattern that matched no name.
         """
         valid_step = step if type(step) is int and 0 <= step <= MAX_STEP else None
-        if problems := self._selection.unmatched(self._excluded):
+        if problems := self._selection.pattern_problems(self._excluded):
             raise ValueError("; ".join(problems))
         has_values = any(value not in ({}, []) for value in self._values.values())
         has_contents = self.tensors or self.per_rank or self._nodes or has_values

@@ -30,7 +30,7 @@ from dist_ckpt.core.planning.plan import FileReceipt, Inventory, Receipt, Tensor
 from dist_ckpt.core.planning.save.save_planner import plan_rank_files, plan_save
 from dist_ckpt.core.planning.tensor_views import Parts, View
 from dist_ckpt.core.storage import ReadableFile, Storage, real_path
-from dist_ckpt.core.storage.virtual_files import BytesFile, ReadOnlyStorage
+from dist_ckpt.core.storage.overlay_storage import BytesFile, ReadOnlyStorage
 from dist_ckpt.errors import CorruptError
 
 # One read covers strided elements and the gaps between them, up to this multiple of their size, or

@@ -27,8 +27,8 @@ from dist_ckpt.core.planning.name_selection import Selection, parse_selection
 from dist_ckpt.core.shard_io.memory.host_array import Array
 from dist_ckpt.core.state.tree.containers import child_name
 from dist_ckpt.core.storage import ReadableFile, Storage, open_storage, real_path
+from dist_ckpt.core.storage.overlay_storage import BytesFile
 from dist_ckpt.core.storage.storage_wrappers import ForwardingStorage
-from dist_ckpt.core.storage.virtual_files import BytesFile
 from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
 from dist_ckpt.interop.readers.virtual_checkpoint import (
@@ -343,7 +343,7 @@ def _read_state(checkpoint: Checkpoint, selection: Selection) -> dict[str, objec
         if fqn in selection:
             prefix = next(prefix for prefix in by_prefix if fqn.startswith(prefix))
             by_prefix[prefix][fqn.removeprefix(prefix)] = value
-    if problems := selection.unmatched(contents):
+    if problems := selection.pattern_problems(contents):
         raise ValueError("; ".join(problems))
     if buffers:
         optimizer["buffers"] = buffers

@@ -240,7 +240,7 @@ def build_torch_state(
     `weights_only=False`. IncompatibleError names all that torch.save cannot store. ValueError for a
     pattern that matches nothing, and for patterns that leave nothing.
     """
-    if problems := selection.unmatched(saved.leaves):
+    if problems := selection.pattern_problems(saved.leaves):
         raise ValueError("; ".join(problems))
     if only is not None and not saved.contains(only):
         components = [name for _, name in saved.children("")]

@@ -229,7 +229,7 @@ def average_together(
                 EncodedCatalog(newest.catalog),
                 _index_fields(plan.sources),
                 partial(_write, session, plan, call.progress),
-                receipts_by_rank=partial(receipts_by_rank, newest),
+                to_plan_ranks=partial(to_plan_ranks, newest),
             )
         with phases.phase("clean up"):
             transaction.remove_superseded()
@@ -411,7 +411,7 @@ def _file_costs(index: Index, averaged: Collection[str], num_sources: int) -> di
     return costs
 
 
-def receipts_by_rank(index: Index, receipts: Sequence[Receipt]) -> list[Receipt]:
+def to_plan_ranks(index: Index, receipts: Sequence[Receipt]) -> list[Receipt]:
     """Return a receipt for each rank of the checkpoint, made of those of the job's ranks.
 
     Raises StorageError if the objects files differ from those of the newest source.

@@ -100,7 +100,7 @@ def _check_selection(path: str, catalog: Catalog, chosen: set[str], selection: S
     names = [name for name in catalog.tensors if _is_floating(catalog, name)]
     is_floating = bool(names)
     names += [alias for alias, name in catalog.aliases.items() if _is_floating(catalog, name)]
-    if problems := selection.unmatched(names):
+    if problems := selection.pattern_problems(names):
         raise ValueError(
             f"among the floating-point tensors of {path}: {listed(problems, '; ')} "
             f"(`dist-ckpt tree` shows the names)"

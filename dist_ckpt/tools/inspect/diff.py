@@ -167,7 +167,7 @@ def _select(
         {**{fqn: fqn for fqn in each.catalog.tensors}, **each.catalog.aliases}
         for each in (left, right)
     ]
-    if problems := selection.unmatched({**names[0], **names[1], **dict.fromkeys(objects)}):
+    if problems := selection.pattern_problems({**names[0], **names[1], **dict.fromkeys(objects)}):
         raise ValueError("; ".join(problems))
     return [{name: fqn for name, fqn in each.items() if name in selection} for each in names]
 

@@ -276,7 +276,7 @@ def select_part(
     its data, or if a list would lose some of its items.
     """
     names = catalog.names
-    if problems := selection.unmatched(names):
+    if problems := selection.pattern_problems(names):
         raise ValueError(listed(problems, "; "))
     chosen = {name for name in names if whole_or_name(name, catalog) in selection}
     if not chosen:

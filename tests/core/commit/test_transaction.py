@@ -74,7 +74,7 @@ def test_a_transaction_commits_an_attempt_and_removes_those_before():
     attempt, index = attempts.find_checkpoint(storage, PATH)
     assert first.attempt != second.attempt == attempt.name == index.attempt
     assert index.step == FIELDS.step
-    assert index.save == FIELDS.save
+    assert index.save == FIELDS.save_id
     assert second == CommitDecision(attempt.name, 1, 1, 0, 1.0)
     assert attempts.list_attempts(storage, PATH) == [attempt]
 

@@ -23,9 +23,9 @@ from dist_ckpt.core.comm.collectives import host_links
 from dist_ckpt.core.comm.rank_messages import SecondaryError
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.loading import load
-from dist_ckpt.core.loading.shared_read import shared_read_group, shared_reader
+from dist_ckpt.core.loading.shared_read import run_shared_read, shared_read_group
 from dist_ckpt.core.loading.shared_read.shared_read_group import SharedReadGroup
-from dist_ckpt.core.planning.load import read_sharing
+from dist_ckpt.core.planning.load import shared_ranges
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.state.binding.bind import Binding
 from dist_ckpt.core.storage import Storage
@@ -46,7 +46,7 @@ TWO_HOSTS = ["a", "b", "a", "b"]
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a unit be of two blocks, so that small checkpoints have many."""
-    for module in (read_sharing, shared_read_group):
+    for module in (shared_ranges, shared_read_group):
         monkeypatch.setattr(module, "SHARED_RANGE_NBYTES", 128)
 
 
@@ -303,7 +303,7 @@ def test_what_is_shared_is_what_each_rank_would_have_read_itself(data):
     ]
     mode = data.draw(st.sampled_from(["host", "job"]))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (read_sharing, shared_read_group):
+        for module in (shared_ranges, shared_read_group):
             patch.setattr(module, "SHARED_RANGE_NBYTES", 128)
         loaded(
             try_load_on_threads(
@@ -427,7 +427,7 @@ def test_a_rank_that_gives_up_because_of_another_tells_what_it_has_filled(tree, 
             raise CorruptError("damaged", touched=("model.on 2",))
         raise SecondaryError("rank 2 has given up")
 
-    monkeypatch.setattr(shared_reader, "read_shared", fail)
+    monkeypatch.setattr(run_shared_read, "read_shared", fail)
     states = [whole_state() for _ in range(4)]
     outcomes = try_load_on_threads(
         lambda _: MemoryStorage(tree), states, hosts=ONE_HOST, strict=False
@@ -569,8 +569,8 @@ def test_a_copy_that_hangs_is_an_error_on_all_ranks(hanging, monkeypatch):
         assert hanging != "own" or stuck.is_reached.wait(30)
 
     monkeypatch.setattr(Binding, "allocate", allocated)
-    monkeypatch.setattr(shared_reader, "WORK_STALL_S", 0.5)
-    monkeypatch.setattr(shared_reader, "RANK_CHECK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(run_shared_read, "WORK_STALL_S", 0.5)
+    monkeypatch.setattr(run_shared_read, "RANK_CHECK_INTERVAL_S", 0.05)
     storage = MemoryStorage({"/runs": None})
     both, own = ([f"{name}{n:02}" for n in range(20)] for name in ("both", "own"))
     save_on_threads(storage, [{"model": {name: torch.ones(9) for name in (*both, *own)}}])
@@ -610,8 +610,8 @@ class Before(Counting):
 @pytest.mark.waits
 def test_a_load_that_takes_longer_than_a_call_may_is_not_taken_to_hang(tree, monkeypatch):
     # A call takes a sixth of what it may, and all of them together more than that.
-    monkeypatch.setattr(shared_reader, "WORK_STALL_S", 6.0)
-    monkeypatch.setattr(shared_reader, "RANK_CHECK_INTERVAL_S", 0.05)
+    monkeypatch.setattr(run_shared_read, "WORK_STALL_S", 6.0)
+    monkeypatch.setattr(run_shared_read, "RANK_CHECK_INTERVAL_S", 0.05)
     never = threading.Event()
 
     def take_long() -> None:
@@ -626,7 +626,7 @@ def test_a_load_that_takes_longer_than_a_call_may_is_not_taken_to_hang(tree, mon
 
 @pytest.mark.parametrize(("mode", "hosts"), [("host", ONE_HOST), ("job", TWO_HOSTS)])
 def test_no_step_waits_until_a_rank_looks_after_the_others(mode, hosts, tree, monkeypatch):
-    monkeypatch.setattr(shared_reader, "RANK_CHECK_INTERVAL_S", 20.0)
+    monkeypatch.setattr(run_shared_read, "RANK_CHECK_INTERVAL_S", 20.0)
     states = [whole_state() for _ in range(4)]
     storage = MemoryStorage(tree)
     outcomes = try_load_on_threads(

@@ -18,9 +18,9 @@ import dist_ckpt as dc
 from dist_ckpt.core.comm.exchange import channel
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.loading import load as loading
+from dist_ckpt.core.loading.check_load import check_load
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
-from dist_ckpt.core.loading.prepare_load import prepare_load
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from dist_ckpt.testing.thread_channel import TEST_CONFIG
@@ -516,8 +516,8 @@ def test_a_source_that_is_replaced_as_it_is_read_is_found_anew(places, monkeypat
         dc.save(trained(3), b, overwrite=True, step=3)
         return real(*arguments)
 
-    real = prepare_load
-    monkeypatch.setattr(loading, "prepare_load", prepare_late)
+    real = check_load
+    monkeypatch.setattr(loading, "check_load", prepare_late)
     state = trained(9)
     report = dc.load(state, {"model": a, "optim": b, "epoch": b})
     assert (model_of(state)["head"], buffers_of(state)["head"], state["epoch"]) == (1, 3, 3)

@@ -254,7 +254,7 @@ def test_what_a_config_was_built_from_may_change_afterwards() -> None:
 
 
 def test_planning_needs_no_torch() -> None:
-    rooms = "sharding_config", "save.save_planner", "load.load_planner", "load.read_sharing"
+    rooms = "sharding_config", "save.save_planner", "load.load_planner", "load.shared_ranges"
     imports = ", ".join(f"dist_ckpt.core.planning.{room}" for room in rooms)
     code = f"import sys, {imports}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -24,7 +24,7 @@ import dist_ckpt as dc
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.core.runtime import processes
 from dist_ckpt.core.runtime.host_memory import address_of
-from dist_ckpt.core.saving.local_save_state import LocalSaveState
+from dist_ckpt.core.saving.rank_save import RankSave
 from dist_ckpt.core.shard_io.memory import cuda
 from dist_ckpt.core.shard_io.memory.cuda import Fence, PinnedArenas
 
@@ -132,7 +132,7 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch, saver: dc.AsyncSaver) -> Iterator[Device]:
     """Have states copied beside the training, as on CUDA devices."""
     device = Device()
-    monkeypatch.setattr(LocalSaveState, "cuda_devices", (torch.device("cpu"),))
+    monkeypatch.setattr(RankSave, "cuda_devices", (torch.device("cpu"),))
     assert saver._job is not None
     monkeypatch.setattr(saver._job, "streams", device)
     monkeypatch.setattr(saver._job.pinned, "pin", lambda *_: None)

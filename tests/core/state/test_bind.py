@@ -730,8 +730,8 @@ def test_a_key_of_another_class_than_saved_is_a_problem() -> None:
 @pytest.mark.parametrize("option", ["include", "exclude"])
 def test_a_pattern_that_matches_nothing_saved_or_here_is_told(option: Any) -> None:
     options: dict[str, Any] = {option: ["modle", "model", "new"]}
-    unmatched = save({"model": 1}).bind({"model": 1, "new": 2}, **options).unmatched
-    assert unmatched == (f"{option}: 'modle' matches no name: correct or remove it",)
+    pattern_problems = save({"model": 1}).bind({"model": 1, "new": 2}, **options).pattern_problems
+    assert pattern_problems == (f"{option}: 'modle' matches no name: correct or remove it",)
 
 
 def test_many_unexpected_names_are_counted_by_component() -> None:

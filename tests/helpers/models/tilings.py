@@ -276,16 +276,21 @@ def load(
             stored = files[record.component, record.rank][item.tensor, overlap.stored]
             shape = shapes[item.fqn]
             memory = stored[
-                overlap.source.start : overlap.source.start + overlap.source.region.numel
+                overlap.stored_piece.start : overlap.stored_piece.start
+                + overlap.stored_piece.region.numel
             ]
-            sources = dict(zip(elements_of(overlap.source.region, shape), memory, strict=True))
+            sources = dict(
+                zip(elements_of(overlap.stored_piece.region, shape), memory, strict=True)
+            )
             target = targets[item.fqn, overlap.requested_number]
-            places = {e: n for n, e in enumerate(elements_of(overlap.target.region, shape))}
+            places = {
+                e: n for n, e in enumerate(elements_of(overlap.requested_piece.region, shape))
+            }
             copied = elements_of(overlap.common, shape)
             if overlap.is_whole:
                 assert len(copied) == len(stored) == len(target), f"{item} is not whole"
             for element in copied:
-                place = overlap.target.start + places[element]
+                place = overlap.requested_piece.start + places[element]
                 assert target[place] == -1, f"{item} fills element {element} again"
                 target[place] = sources[element]
     return targets

@@ -153,15 +153,19 @@ class Channel(Protocol):
         RankError. On the rank where it happened, its cause is the original error. An interrupt
         (KeyboardInterrupt, SystemExit) is raised unchanged where it happened.
 
-        The coordinator sends an error to all ranks. In the first exchange of an operation, it first
-        waits until all ranks have ended their blocks. In later exchanges it waits only for its own
-        block. A slow rank raises the error at the end of its block, even if the block succeeded.
-        For example, rank 1 fails while rank 2 still writes: rank 2 raises after its write. The
-        coordinator raises the error when the other live ranks have received the error, or after
+        The coordinator sends an error to all ranks:
+
+        | Exchange | It waits until | A slow rank raises the error |
+        | --- | --- | --- |
+        | first of an operation | all ranks have ended their blocks | with all others |
+        | later | its own block has ended | at the end of its block, even if that succeeded |
+
+        The coordinator raises the error when the other live ranks have received the error, or after
         half of `heartbeat_timeout_s`.
 
-        Raises RankError if a rank dies, has left the operation, never enters it, or is in another
-        one or another phase of it; NoAnswerError if this rank cannot get the decision.
+        Raises RankError if a rank dies, never enters the operation, or has left it. Raises
+        RankError also if a rank is in another operation, or in another phase of this operation.
+        Raises NoAnswerError if this rank cannot get the decision.
         """
 
     def watch(self, ranks: Sequence[int]) -> None:

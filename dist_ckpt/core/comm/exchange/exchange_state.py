@@ -1,9 +1,9 @@
 """One rank's position in the control channel, and the errors about ranks that it waits for.
 
-An envelope has the key `<start>/<number>/<turn>/<rank>`, an answer has `answer` in place of the
-rank. `start` counts how often the ranks have begun to use the store, `number` the group's
-operations, and `turn` the exchanges of an operation. Keys do not contain the call. So ranks in
-different calls use the same keys, and detect the difference.
+An envelope has the key `<start>/<operation>/<exchange>/<rank>`, an answer has `answer` in place of
+the rank. `start` counts how often the ranks have begun to use the store. `operation` counts the
+operations of the group, and `exchange` the exchanges of an operation. Keys do not contain the call.
+So ranks in different calls use the same keys, and detect the difference.
 
 No wait is a blocking call of the store: each is a loop of this rank, which also reads heartbeats.
 """
@@ -50,8 +50,8 @@ STALE = (
 class ExchangeState:
     """The common state of both sides of an exchange, coordinator and participant.
 
-    `token` identifies the operation from its first answer on; until then it is "". `turn` counts
-    its exchanges; `phase` is the name of the current one.
+    `token` identifies the operation from its first answer on; until then it is "".
+    `exchange_number` counts the exchanges of the operation; `phase` names the current exchange.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class ExchangeState:
         self.call = ""
         self.token = ""
         self.phase = ""
-        self.turn = 0
+        self.exchange_number = 0
         self.heartbeat = HeartbeatSender(location.host, location.process)
         self._witness = ProcessWitness(location.process)
         self.client = StoreClientThread(
@@ -91,7 +91,7 @@ class ExchangeState:
         self._start = 0
 
     @property
-    def number(self) -> int:
+    def operation_number(self) -> int:
         """The number of the current operation of this rank, or of its last one."""
         return self.heartbeat.number
 
@@ -117,7 +117,7 @@ class ExchangeState:
     def skip_missed_operations(self) -> None:
         """Count the operations that the coordinator has begun without this rank."""
         if (beat := self.detector.last_heartbeat(COORDINATOR)) is not None:
-            self.heartbeat.number = max(self.number, beat.number - beat.inside)
+            self.heartbeat.number = max(self.operation_number, beat.number - beat.inside)
 
     def linger(self, timeout_s: float) -> None:
         """Wait until the other live ranks have read the last answer, at most for this time.
@@ -127,16 +127,18 @@ class ExchangeState:
         until = running_time() + timeout_s
         late = list(range(1, self.world_size)) if self.rank == COORDINATOR else []
         with suppress(NoAnswerError):
-            while self.number and late and running_time() < until:
+            while self.operation_number and late and running_time() < until:
                 self.detector.read_heartbeats(late)
                 late = [
-                    rank for rank in late if self.detector.is_waiting(rank, self.number, self.turn)
+                    rank
+                    for rank in late
+                    if self.detector.is_waiting(rank, self.operation_number, self.exchange_number)
                 ]
                 time.sleep(0.005 if late else 0)
 
     def key(self, sender: int | str) -> str:
         """Return the key of an envelope or answer of the current exchange."""
-        return f"{self._start}/{self.number}/{self.turn}/{sender}"
+        return f"{self._start}/{self.operation_number}/{self.exchange_number}/{sender}"
 
     def _beat_key(self, rank: int) -> str:
         return f"{self._start}/beat/{rank}"
@@ -162,7 +164,7 @@ class ExchangeState:
         """Return a failure for each of these ranks from which nothing more will come."""
         failures = {}
         for rank in ranks:
-            loss = self.detector.find_loss(rank, self.number, was_in=bool(self.token))
+            loss = self.detector.find_loss(rank, self.operation_number, was_in=bool(self.token))
             remedy = self._texts.lost
             if self.detector.has_invalid_heartbeat(rank):
                 loss = "has an invalid heartbeat in the store"
@@ -185,7 +187,8 @@ class ExchangeState:
     ) -> dict[int, Failure]:
         """Return a failure with their names if ranks are in different phases.
 
-        Unless `has_all` also if they are in different calls: no decision can compare these yet.
+        With all ranks, the decision of the exchange compares the calls. Without `has_all` the
+        coordinator cannot decide yet, so different calls are a failure here.
         """
         by_place = defaultdict(list)
         for rank, (call, phase) in sorted(calls.items()):
@@ -213,7 +216,9 @@ class ExchangeState:
         `late_timeout_s`. After `join_warning_s` one warning with their names is logged.
         """
         beats = {rank: self.detector.last_heartbeat(rank) for rank in ranks}
-        absent = [rank for rank, beat in beats.items() if not beat or beat.number < self.number]
+        absent = [
+            rank for rank, beat in beats.items() if not beat or beat.number < self.operation_number
+        ]
         if self.token or not absent:
             return {}
         message = f"{self.detector.describe_ranks(absent)} did not call {self.call}: "

@@ -134,7 +134,7 @@ class Coordinator:
         if not own.operation:
             while (late_answer := self._answer_to_abandoned_call(envelopes)) is not None:
                 self._put(late_answer)
-                state.enter_operation(state.number + 1)
+                state.enter_operation(state.operation_number + 1)
                 envelopes, failures = self._wait_for_envelopes(own)
             state.token = os.urandom(8).hex()
             self._nonces = b"".join(
@@ -210,7 +210,7 @@ class Coordinator:
         earlier = envelopes[given_up[0]]
         if (
             earlier.call == state.call
-            and state.detector.find_newer_operation(given_up, state.number) is None
+            and state.detector.find_newer_operation(given_up, state.operation_number) is None
         ):
             return None
         return Answer(earlier.call, "", b"", b"", earlier.failure)
@@ -265,7 +265,7 @@ class Participant:
         state = self._state
         while True:
             answer = self._request_answer(own)
-            number = state.number
+            number = state.operation_number
             if answer.is_answer_to(state.rank, own):
                 state.token = answer.operation
                 return answer
@@ -289,7 +289,7 @@ class Participant:
 
     def ensure_failure_is_known(self) -> None:
         """Notify the coordinator, which waits for this, that this rank has received a failure."""
-        self._state.heartbeat.failed_turn = self._state.turn
+        self._state.heartbeat.failed_turn = self._state.exchange_number
         self._state.client.send_heartbeat()
 
     def _request_answer(self, own: Envelope) -> Answer:
@@ -327,7 +327,7 @@ class Participant:
         The coordinator compares the calls itself when it has entered.
         """
         state, beat = self._state, self._state.detector.last_heartbeat(COORDINATOR)
-        if state.token or (beat is not None and beat.number >= state.number):
+        if state.token or (beat is not None and beat.number >= state.operation_number):
             return {}
         if not poll.is_compare_due():
             return {}
@@ -386,10 +386,10 @@ class StoreChannel:
                 f"{call} is called while {state.call} of the same group is still running in this "
                 "process: call one after the other"
             )
-        state.call, state.token, state.turn = call, "", 0
+        state.call, state.token, state.exchange_number = call, "", 0
         state.absence_reason = ""
         try:
-            state.enter_operation(state.number + 1)
+            state.enter_operation(state.operation_number + 1)
         except BaseException:  # an interrupt, or the store is gone: the next operation can begin
             with suppress(NoAnswerError):  # the first error says more
                 self.leave()
@@ -437,7 +437,7 @@ class StoreChannel:
         assert state.heartbeat.inside, "exchange is called between enter and leave"
         self._num_exchanges += 1
         state.phase = phase
-        state.turn += 1
+        state.exchange_number += 1
         return _StoreExchange(phase, state, self._role)
 
 

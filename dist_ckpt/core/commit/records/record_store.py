@@ -74,7 +74,7 @@ class StoredAnnotation:
 
     `by` names the writer. If the file cannot be read, `problem` says why, and `values` is empty.
     `is_old` annotations are in the folder of dist_ckpt 0.1.0. While that folder exists, nothing is
-    written into the new one. So old annotations are more recent than new ones.
+    written into the new folder. So if both folders exist, jobs of 0.1.0 wrote last.
     """
 
     step: int

@@ -4,7 +4,8 @@
     verified  {"level": "", "damage": "...", "found_by": "full"}    or "load", or "quick"
 
 A result replaces the older one, with one exception: only a full check withdraws damage that a full
-check has found. Damage is recorded after a second read, and never for an error of the storage.
+check has found. Damage is recorded after a second read, and never for an error of the storage. For
+the error of a load, `record_damage` in `core/checkpoint/verify_checkpoint.py` reads again.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def recording_nothing() -> Iterator[None]:
         _is_recording.reset(token)
 
 
-def note_check(storage: Storage, path: str, index: Index, level: str, damage: str = "") -> None:
+def record_check(storage: Storage, path: str, index: Index, level: str, damage: str = "") -> None:
     """Call `put_check` for the checkpoint at a path, if it is in a run. Never raises.
 
     A result that is recorded already is not recorded again, unless this is a full check.

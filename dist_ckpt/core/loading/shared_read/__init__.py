@@ -1,7 +1,7 @@
 """One rank reads the blocks that several ranks need, and sends them.
 
-- The blocks that are shared, and the rank that reads each: `core/planning/load/read_sharing.py`.
+- The blocks that are shared, and the rank that reads each: `core/planning/load/shared_ranges.py`.
 - The requests of the ranks, and the ranks that can share: `shared_read_group.py`.
-- The reads of one rank, and their execution in threads: `shared_reader.py`.
+- The reads of one rank, and their execution in threads: `run_shared_read.py`.
 - A shared read for DCP, which has its own plan: `PlannedReads` in `interop/dcp/`.
 """

@@ -14,7 +14,7 @@ from dist_ckpt.core.comm.collectives.host_links import HostLinks
 from dist_ckpt.core.comm.exchange.channel import Exchange, fits_exchange
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.format.geometry import join_ranges
-from dist_ckpt.core.planning.load.read_sharing import (
+from dist_ckpt.core.planning.load.shared_ranges import (
     SHARED_RANGE_NBYTES,
     BlockRanges,
     RankBlockRequests,
@@ -162,7 +162,7 @@ class SharedReadGroup:
         """Close the links after an error, so that no rank waits for this one. Never raises."""
         if self.links is not None:
             self.links.close()
-        if any(len(shared_range.hosts) > 1 for shared_range in self.shared_ranges):
+        if any(len(shared_range.ranks_by_host) > 1 for shared_range in self.shared_ranges):
             self.session.collective.break_off()
 
 
@@ -188,11 +188,11 @@ def _find_shared_ranges(
         for file, requests in sorted(by_file.items())
         if len(requests) > 1
         for shared_range in find_shared_ranges(file, files.files[file].block_starts, requests)
-        if any(own in ranks for ranks in shared_range.hosts)
+        if any(own in ranks for ranks in shared_range.ranks_by_host)
     )
 
 
-def prepare_shared_read(
+def open_shared_read(
     session: Session, shared_read_id: str, files: OpenFiles, stack: ExitStack
 ) -> tuple[HostLinks | None, bytes]:
     """Open this rank's links on its host, and return its encoded block requests.

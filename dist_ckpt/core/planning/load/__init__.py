@@ -1,4 +1,4 @@
 """The load planner: matches stored cells and requested cells.
 
-Resharding: `load_planner.py`. Blocks that several ranks need: `read_sharing.py`.
+Resharding: `load_planner.py`. Blocks that several ranks need: `shared_ranges.py`.
 """

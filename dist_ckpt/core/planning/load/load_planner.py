@@ -106,24 +106,26 @@ def plan_load(index: Index, wanted: Iterable[TensorRequest]) -> LoadPlan:
 def _find_overlaps(
     cut: Cut, shape: Shape, cells: Sequence[Cell], candidates: _Candidates
 ) -> Iterator[tuple[int, CellOverlap]]:
-    sources: dict[int, tuple[RegionPiece, ...]] = {}
+    stored_pieces: dict[int, tuple[RegionPiece, ...]] = {}
     for requested_number, cell in enumerate(cells):
-        for target in pieces(cell, shape):
-            if target.region.numel == 0:
+        for piece in pieces(cell, shape):
+            if piece.region.numel == 0:
                 continue
-            for number in candidates(target.region):
-                if number not in sources:
-                    sources[number] = tuple(pieces(cut.cell(number), shape))
+            for number in candidates(piece.region):
+                if number not in stored_pieces:
+                    stored_pieces[number] = tuple(pieces(cut.cell(number), shape))
                 stored = cut.cell(number)
-                for source in sources[number]:
-                    common: Region | None = source.region
+                for stored_piece in stored_pieces[number]:
+                    common: Region | None = stored_piece.region
                     # Most cells are requested whole. The same object makes later checks fast.
-                    if source.region != target.region:
-                        common = source.region.intersect(target.region)
+                    if stored_piece.region != piece.region:
+                        common = stored_piece.region.intersect(piece.region)
                     if common is not None:
                         yield (
                             number,
-                            CellOverlap.of(stored, source, requested_number, cell, target, common),
+                            CellOverlap.of(
+                                stored, stored_piece, requested_number, cell, piece, common
+                            ),
                         )
 
 

@@ -205,7 +205,7 @@ class BlockReader:
                 memory[:] = data
             else:
                 box = overlap.common
-                target.place(overlap.target, box, data, row_major_strides(box.shape))
+                target.place(overlap.requested_piece, box, data, row_major_strides(box.shape))
 
     def _mark_touched(self, item: ReadItem) -> Target:
         """Return the target of an item, and record it as touched."""
@@ -230,7 +230,7 @@ def _copy_overlap(item: ReadItem, target: Target, stored: ElementRange, data: me
         part = memory[(start + overlap.shift) * itemsize : (stop + overlap.shift) * itemsize]
         copy(part, data[(start - stored.start) * itemsize : (stop - stored.start) * itemsize])
         return
-    piece, region = overlap.source, overlap.source.region
+    piece, region = overlap.stored_piece, overlap.stored_piece.region
     strides = row_major_strides(region.shape)
     start = max(stored.start - piece.start, 0)
     stop = min(stored.stop - piece.start, region.numel)
@@ -241,4 +241,6 @@ def _copy_overlap(item: ReadItem, target: Target, stored: ElementRange, data: me
         relative = wanted.relative_to(region.offset).offset
         begin = piece.start - stored.start + sum(map(mul, relative, strides))
         end = begin + sum((n - 1) * s for n, s in zip(wanted.shape, strides, strict=True)) + 1
-        target.place(overlap.target, wanted, data[begin * itemsize : end * itemsize], strides)
+        target.place(
+            overlap.requested_piece, wanted, data[begin * itemsize : end * itemsize], strides
+        )

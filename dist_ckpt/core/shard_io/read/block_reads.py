@@ -115,7 +115,7 @@ def find_shard_blocks(
     for item in items:
         overlap = item.overlap
         ranges: Iterable[ElementRange] = (overlap.contiguous,) if overlap.contiguous else ()
-        for part in ranges or find_ranges(overlap.common, overlap.source, block_numel):
+        for part in ranges or find_ranges(overlap.common, overlap.stored_piece, block_numel):
             for number in range(part.start // block_numel, num_blocks(part.stop, block_numel)):
                 items_by_block.setdefault(number, []).append(item)
     needed = []

@@ -1,7 +1,8 @@
 """Link a rank's unchanged files to those of earlier saves: `link_unchanged` of `dc.save`.
 
-The header of a file has its block digests. So files with equal header digests are equal. The header
-of the live tensors comes first. A file of an earlier committed save is linked if it has that one.
+The header of a file has its block digests. So files with equal header digests are equal. First
+compute the header that a file of the live tensors would have. If the file of an earlier committed
+save has an equal header, link that file.
 
 Save n links to files of save n-2, and to those of save n-1 only if n-2 was pruned. As long as two
 checkpoints are kept, the two newest share no file. A file has at most `MAX_SHARED` names; then it
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Set
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
@@ -35,9 +36,8 @@ _log = logging.getLogger("dist_ckpt")
 # The most checkpoints that share a file. Backups count.
 MAX_SHARED = 8
 
-# How many saves to remember: two, which a link needs, of each of eight states that a process may
-# save in turn.
-_REMEMBERED = 16
+# How many saves to remember. A link needs two, and a process may save eight states in turn.
+_REMEMBERED = 2 * 8
 
 # A linked file is read back from the disk, completely, once in this many saves.
 READ_BACK_EVERY = 8
@@ -47,12 +47,12 @@ READ_BACK_EVERY = 8
 class SavedFiles:
     """A rank's linkable files in the folder of a save, by name.
 
-    `checked` has the number of the save that last read back a file.
+    `last_read_back` has the number of the save that last read back a file.
     """
 
     folder: str
     files: Mapping[str, FileReceipt]
-    checked: Mapping[str, int] = field(default_factory=dict)
+    last_read_back: Mapping[str, int] = field(default_factory=dict)
     step: int | None = None
 
 
@@ -101,34 +101,35 @@ def write_or_link(
     slots: BufferPool | None = None,
 ) -> SavedPart:
     """Write a rank's files as `write_all` does, but link those that an earlier save has."""
-    linkable = earlier.names()
-    tried = [n for n, plan in enumerate(files.plans) if plan.is_linkable and plan.name in linkable]
+    linkable = {plan.name for plan in files.plans if plan.is_linkable}
     expected: tuple[FileReceipt, ...] = ()
-    if tried:
-        selected = _select_files(files, tried)
+    if candidates := linkable & earlier.names():
+        # `NullStorage` writes nothing: these are the receipts of the live tensors.
+        selected = _select_files(files, candidates)
         expected = write_all(NullStorage(), "", selected, threads=threads, slots=slots)
     # One file after another: all threads work on the same file when it is read back.
-    links = {
+    results = {
         receipt.name: _link_file(storage, folder, receipt, earlier, threads) for receipt in expected
     }
-    checked = {name: number for name, number in links.items() if isinstance(number, int)}
-    damaged = tuple(error for error in links.values() if isinstance(error, CorruptError))
-    rest = [n for n, plan in enumerate(files.plans) if plan.name not in checked]
-    remaining = replace(_select_files(files, rest), objects=files.objects)
+    last_read_back = {name: save for name, save in results.items() if isinstance(save, int)}
+    linked = tuple(receipt for receipt in expected if receipt.name in last_read_back)
+    not_linked = {plan.name for plan in files.plans} - last_read_back.keys()
+    remaining = replace(_select_files(files, not_linked), objects=files.objects)
     written = write_all(storage, folder, remaining, threads=threads, slots=slots)
-    if checked and not written:
+    if linked and not written:
         sync_names(storage, folder)
-    linked_receipts = tuple(receipt for receipt in expected if receipt.name in checked)
-    receipts = (*linked_receipts, *written)
-    names = {plan.name for plan in files.plans if plan.is_linkable}
-    saved = SavedFiles(
-        folder, {r.name: r for r in receipts if r.name in names}, checked, files.step
+    receipts = (*linked, *written)
+    saved = {receipt.name: receipt for receipt in receipts if receipt.name in linkable}
+    return SavedPart(
+        receipts,
+        IoCount(len(linked), sum(receipt.nbytes for receipt in linked)),
+        SavedFiles(folder, saved, last_read_back, files.step),
+        tuple(error for error in results.values() if isinstance(error, CorruptError)),
     )
-    linked = IoCount(len(linked_receipts), sum(receipt.nbytes for receipt in linked_receipts))
-    return SavedPart(receipts, linked, saved, damaged)
 
 
-def _select_files(files: RankFiles, numbers: Sequence[int]) -> RankFiles:
+def _select_files(files: RankFiles, names: Set[str]) -> RankFiles:
+    numbers = [n for n, plan in enumerate(files.plans) if plan.name in names]
     return replace(
         files,
         plans=tuple(files.plans[n] for n in numbers),
@@ -154,7 +155,7 @@ def _link_file(
             with closing(storage.open(path)) as file:
                 if file.num_links >= MAX_SHARED:
                     return None
-                checked = _check_file(file, path, saved, wanted, earlier.number, threads)
+                last_read_back = _check_file(file, path, saved, wanted, earlier.number, threads)
             if earlier.is_damaged(saved.folder, saved.step):
                 _log.warning("%s is written again, as its checkpoint is recorded as damaged", path)
                 return None
@@ -163,7 +164,7 @@ def _link_file(
         except CheckpointError as error:
             _log.warning("%s is not linked but written again: %s", path, error)
             return error if isinstance(error, CorruptError) else None
-        return checked if try_link(storage, path, f"{folder}/{name}") else None
+        return last_read_back if try_link(storage, path, f"{folder}/{name}") else None
     return None
 
 
@@ -179,9 +180,9 @@ def _check_file(
     header = read_at(file, path, 0, header_nbytes)
     if file.nbytes != nbytes or document_digest(header) != digest:
         raise CorruptError(f"{path} has changed since it was written", path=path)
-    checked = saved.checked.get(name)
-    if checked is not None and save - checked < READ_BACK_EVERY:
-        return checked
+    last = saved.last_read_back.get(name)
+    if last is not None and save - last < READ_BACK_EVERY:
+        return last
     drop_cached_file(path)
     with naming_damaged(path):
         decoded = decode_header(bytes(header), nbytes=nbytes, label=path)

@@ -91,7 +91,7 @@ class Binding:
     - `unrequested`: saved names, as in the catalog, that this rank's state does not have. A name
       that is unrequested on every rank is unexpected (see `unexpected_problem`).
     - `dropped`: names that a policy or a rename left out.
-    - `unmatched`: error texts for patterns that match no name.
+    - `pattern_problems`: error texts for patterns that match no name.
     - `makes_memory`: True if `allocate` creates tensors besides those of the state.
     - `assigns_values`, `loads_objects`: True if `assign_values` and `load_objects` have work.
     """
@@ -108,7 +108,7 @@ class Binding:
         self.assigns_values = bool(context.tensor_setters or context.value_setters)
         self.loads_objects = bool(context.object_loads or context.generators)
         self.unrequested = context.unrequested()
-        self.unmatched = () if saved.problems else context.unmatched()
+        self.pattern_problems = () if saved.problems else context.pattern_problems()
         self.problems = (*saved.problems, *context.problems)
         if saved.problems:
             # With an invalid rename the names are unknown.

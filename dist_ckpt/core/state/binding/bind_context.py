@@ -89,7 +89,7 @@ def fill_mapping(live: object, saved: Value) -> object:
 class BindContext:
     """The requests of one rank, and the calls that use them after the read.
 
-    The `request_` methods claim the saved names that they read. These calls follow after the read:
+    The `request_` methods mark the saved names that they read. These calls follow after the read:
 
     1. `tensor_setters` replace the tensors of meta modules.
     2. `value_setters` set all other values.
@@ -137,17 +137,17 @@ class BindContext:
         """Return True if `include` and `exclude` leave a name in."""
         return name in self._selection
 
-    def unmatched(self) -> tuple[str, ...]:
+    def pattern_problems(self) -> tuple[str, ...]:
         """Return the problem of each pattern that matches no name, saved or of this state."""
 
         def names() -> Iterator[str]:  # lazy: only patterns need the names
             yield from self.saved.leaves
             yield from self.template.names()
 
-        cast = self._cast.unmatched(names()) if self._cast is not None else ()
+        cast = self._cast.pattern_problems(names()) if self._cast is not None else ()
         return (
-            *self.saved.unmatched,
-            *self._selection.unmatched(names()),
+            *self.saved.name_problems,
+            *self._selection.pattern_problems(names()),
             *(problem.replace("include", "cast", 1) for problem in cast),
         )
 
@@ -200,20 +200,20 @@ class BindContext:
             self.missing[name] = None
             return
         for leaf in (name, *self.saved.below(name)):
-            self.claim(leaf)
+            self.mark_requested(leaf)
         self.problems.append(
             f"{name}: saved as {kind}{self.saved.source_text(name)}, the state has {wanted}: "
             f"{remedy}, set None there to load the saved value, or exclude the name"
         )
 
-    def claim(self, name: str) -> None:
+    def mark_requested(self, name: str) -> None:
         """Record that a saved name is requested."""
         if name in self.saved.leaves:
             self.requested.add(self.saved.leaves[name])
 
     def restore(self, name: str) -> None:
         """Record that a saved name is requested and will be loaded."""
-        self.claim(name)
+        self.mark_requested(name)
         self.restored[name] = None
 
     # --- values ------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ class BindContext:
         else:
             return
         if (entries := container_entries(value)) is not None:
-            self.claim(name)
+            self.mark_requested(name)
             self._split.update((child_name(name, key), item) for key, item in entries.items())
 
     def children(self, name: str) -> Sequence[tuple[PathKey, str]]:
@@ -335,7 +335,7 @@ class BindContext:
         now = self._keys.get(name, (key,))
         if set(now) == keys.keys() and (wrapper.key is not None or self._is_same_mesh(name)):
             return self._request_key(name, key)
-        self.claim(name)
+        self.mark_requested(name)
         policy = wrapper.on_reshard
         if policy == "drop":
             self.dropped.append(name)
@@ -362,7 +362,7 @@ class BindContext:
         """Request a per-rank value for which the state has no wrapper, if its keys are ranks."""
         if keys == {*range(self.template.world_size)} and self._is_same_mesh(name):
             return FixedValue(PerRank(self._request_key(name, self.template.rank).value))
-        self.claim(name)
+        self.mark_requested(name)
         self.dropped.append(name)
         return None
 

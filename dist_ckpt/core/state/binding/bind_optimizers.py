@@ -51,12 +51,12 @@ _STEP_VARIANTS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _GroupBinding:
-    """One parameter group, and the names of the saved groups (`sources`) with its parameters."""
+    """One parameter group, and the names of the saved groups that have its parameters."""
 
     context: BindContext
     fqn: str
     group: dict[str, Any]
-    sources: Sequence[str]
+    saved_groups: Sequence[str]
 
     def bind(self, defaults: Mapping[str, object], states: Iterable[str]) -> None:
         """Request the hyperparameters, and check them against the class's `defaults`.
@@ -65,20 +65,20 @@ class _GroupBinding:
         that the load leaves out are checked too.
         """
         context = self.context
-        stored = filter(context.has, self.sources)
+        stored = filter(context.has, self.saved_groups)
         left_out = [name for name in stored if not context.is_selected(name)]
         if left_out and any(map(context.selected_leaves, states)):
             self._check_left_out(left_out, defaults)
-        if not self.sources and context.is_selected(self.fqn):
+        if not self.saved_groups and context.is_selected(self.fqn):
             context.missing[self.fqn] = None
-        sources = list(filter(context.is_selected, self.sources))
+        selected = list(filter(context.is_selected, self.saved_groups))
         groups = [
-            options for name in sources if (options := self._request_options(name)) is not None
+            options for name in selected if (options := self._request_options(name)) is not None
         ]
-        if not groups or len(groups) < len(sources) or self._has_several_tensors(sources):
+        if not groups or len(groups) < len(selected) or self._has_several_tensors(selected):
             return
         if len(groups) > 1:
-            self._check_agreement(dict(zip(sources, groups, strict=True)))
+            self._check_agreement(dict(zip(selected, groups, strict=True)))
         saved = {k: o.value if isinstance(o, FixedValue) else o for k, o in groups[0].items()}
         self._check_options(saved, defaults)
 
@@ -96,14 +96,14 @@ class _GroupBinding:
                 tensors = {key: child.value if child else None for key, child in children.items()}
                 self._check_options({**options, **tensors}, defaults)
 
-    def _has_several_tensors(self, sources: Sequence[str]) -> bool:
+    def _has_several_tensors(self, names: Sequence[str]) -> bool:
         """Report tensor hyperparameters of several groups: their values are not read yet."""
         saved = self.context.saved
-        tensors = [leaf for name in sources for leaf in saved.below(name) if saved.tensor(leaf)]
-        if len(sources) == 1 or not tensors:
+        tensors = [leaf for name in names for leaf in saved.below(name) if saved.tensor(leaf)]
+        if len(names) == 1 or not tensors:
             return False
         self.context.problems.append(
-            f"{self.fqn}: its parameters were saved in {' and '.join(sources)}, and {tensors[0]} "
+            f"{self.fqn}: its parameters were saved in {' and '.join(names)}, and {tensors[0]} "
             "is a tensor, which may differ between them: group them as they were, or exclude the "
             "groups to keep the current hyperparameters"
         )
@@ -142,7 +142,7 @@ class _GroupBinding:
     def _is_option_selected(self, key: str) -> bool:
         """Return False if a pattern leaves out this hyperparameter of a loaded group."""
         selected = self.context.is_selected
-        names = (self.fqn, *self.sources)
+        names = (self.fqn, *self.saved_groups)
         return all(selected(child_name(name, key)) for name in names if selected(name))
 
     def _check_agreement(self, saved: Mapping[str, Mapping[str, Value]]) -> None:
@@ -266,10 +266,10 @@ def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
         params = [stored[id(parameter)] for parameter in group["params"]]
         full = child_name(groups, number)
         # A group without parameters or saved names takes the saved group of the same number.
-        sources = (
+        saved_groups = (
             dict.fromkeys(saved[n] for n in params if n in saved) if params and saved else [full]
         )
-        binding = _GroupBinding(context, full, group, [*sources])
+        binding = _GroupBinding(context, full, group, [*saved_groups])
         binding.bind(defaults, (child_name(state, name) for name in params))
     _bind_shared(context, state, optimizer, saved)
     if isinstance(optimizer, FlatOptimizer):

@@ -36,9 +36,9 @@ from dist_ckpt.core.state.sharding_rules import target_cells
 from dist_ckpt.core.state.tensors.local_tensors import as_numpy, is_array, is_ordinary, torch_dtype
 from dist_ckpt.core.state.tensors.locate_tensor import (
     LocalTensor,
-    describe_target,
     empty_like,
     is_meta,
+    locate_for_load,
     materialize,
     tie_key,
 )
@@ -48,7 +48,7 @@ from dist_ckpt.message_text import listed
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AliasStaging:
+class AliasBuffers:
     """The local parts of a tensor that shares memory, and the host buffers that are read into."""
 
     name: str
@@ -98,10 +98,10 @@ def find_aliased_tensors(tensors: Sequence[Sequence[torch.Tensor]]) -> frozenset
     return frozenset(numbers)
 
 
-def _overwrites(other: AliasStaging, staging: AliasStaging) -> bool:
-    staging.copy_to_parts()
+def _overwrites(other: AliasBuffers, buffers: AliasBuffers) -> bool:
+    buffers.copy_to_parts()
     other.copy_to_parts()
-    return not staging.is_in_place()
+    return not buffers.is_in_place()
 
 
 def _memory_ranges(parts: Sequence[torch.Tensor]) -> dict[str, tuple[int, int]]:
@@ -193,7 +193,7 @@ class FillTargets:
         self._name_by_tie: dict[Hashable, str] = {}
         self._whole_tensors: dict[tuple[str, bool], NewTensor] = {}
         self._device_tensors: list[torch.Tensor] = []
-        self._stagings: list[AliasStaging] = []
+        self._alias_buffers: list[AliasBuffers] = []
         self._stored_cells: dict[int, frozenset[Cell]] = {}
 
     def request_fill(self, name: str, leaf: TensorLeaf, *, as_bits: bool = False) -> object:
@@ -355,7 +355,7 @@ class FillTargets:
             memory = parts
             if index in shared:
                 memory = tuple(torch.empty(p.shape, dtype=p.dtype, device="cpu") for p in parts)
-                self._stagings.append(AliasStaging(fill.name, parts, memory))
+                self._alias_buffers.append(AliasBuffers(fill.name, parts, memory))
             for number, (cell, part) in enumerate(zip(fill.cells, memory, strict=True), fill.first):
                 targets[fill.fqn, number] = self._make_target(fill, part, cell)
         synchronize(self._device_tensors)  # before the first byte is written
@@ -366,17 +366,17 @@ class FillTargets:
 
         Raises IncompatibleError if saved values differ on shared bytes, or if a cast overflowed.
         """
-        for staging in self._stagings:
-            staging.copy_to_parts()
-        for staging in self._stagings:
-            if not staging.is_in_place():
-                other = next(other for other in self._stagings if _overwrites(other, staging))
+        for buffers in self._alias_buffers:
+            buffers.copy_to_parts()
+        for buffers in self._alias_buffers:
+            if not buffers.is_in_place():
+                other = next(other for other in self._alias_buffers if _overwrites(other, buffers))
                 raise IncompatibleError(
-                    f"{staging.name} and {other.name} share memory in the state, but were saved "
+                    f"{buffers.name} and {other.name} share memory in the state, but were saved "
                     "with different values, so the state cannot hold both. Give one of them "
                     "separate memory (untie them, or `clone()`), or exclude one, and load again"
                 )
-        self._stagings.clear()
+        self._alias_buffers.clear()
         synchronize(self._device_tensors)
         if lost := list(dict.fromkeys(name for name, cast in self._casts if cast.has_overflown)):
             raise IncompatibleError(
@@ -398,7 +398,7 @@ class FillTargets:
 
     def _describe(self, value: object, name: str) -> LocalTensor:
         template = self._template
-        return describe_target(value, name, rank=template.rank, group=template.group_ranks)
+        return locate_for_load(value, name, rank=template.rank, group=template.group_ranks)
 
     def _find_cells(
         self, name: str, local: LocalTensor, leaf: TensorLeaf, shape: Shape

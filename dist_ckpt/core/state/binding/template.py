@@ -14,7 +14,7 @@ from dist_ckpt.core.state.fsdp1.fsdp1_optimizers import with_original_params
 from dist_ckpt.core.state.named_optimizers import ParameterName, name_parameters, state_names
 from dist_ckpt.core.state.optimizer_state import GROUPS
 from dist_ckpt.core.state.sharding_rules import ShardingRules, find_job_mesh
-from dist_ckpt.core.state.tensors.locate_tensor import describe_target
+from dist_ckpt.core.state.tensors.locate_tensor import locate_for_load
 from dist_ckpt.core.state.tree.containers import State, child_name
 from dist_ckpt.core.state.tree.state_tree import (
     Branch,
@@ -73,7 +73,7 @@ class Template:
         for fqn, leaf in walk(self.root):
             if isinstance(leaf, TensorLeaf):
                 try:
-                    local = describe_target(leaf.value, fqn, rank=self.rank, group=self.group_ranks)
+                    local = locate_for_load(leaf.value, fqn, rank=self.rank, group=self.group_ranks)
                 except (TypeError, ValueError):
                     continue  # `bind` reports it
                 views.append(local.view)

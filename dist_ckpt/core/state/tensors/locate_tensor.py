@@ -1,4 +1,4 @@
-"""Find the part of a tensor leaf that is on this rank: `describe_source`, `describe_target`.
+"""Find the part of a tensor leaf that is on this rank: `locate_for_save`, `locate_for_load`.
 
 A save calls the first, a load the second. `_local_tensor` recognises, in this order: numpy arrays;
 LocalShard and FlatShard; DTensor; ShardedTensor; classes with torch's `__create_chunk_list__` and
@@ -62,11 +62,11 @@ class LocalTensor:
 
 
 def is_tensor_leaf(value: object) -> bool:
-    """Return True if a value is read as a tensor. `describe_source` may still refuse it."""
+    """Return True if a value is read as a tensor. `locate_for_save` may still refuse it."""
     return isinstance(value, torch.Tensor | LocalShard | FlatShard) or _is_chunked(value)
 
 
-def describe_source(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> LocalTensor:
+def locate_for_save(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> LocalTensor:
     """Return the part of a leaf that this rank would save. Moves no data.
 
     `group[r]` is the global rank of rank r of the group; `rank` is this rank in the group. Raises
@@ -83,8 +83,8 @@ def describe_source(value: object, fqn: str, *, rank: int, group: Sequence[int])
     return local
 
 
-def describe_target(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> LocalTensor:
-    """Return the part of a leaf that a load would fill; like `describe_source`, but writable.
+def locate_for_load(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> LocalTensor:
+    """Return the part of a leaf that a load would fill; like `locate_for_save`, but writable.
 
     Raises ValueError also for memory that overlaps itself (`expand`) and for a meta tensor. Replace
     a meta tensor by the result of `materialize` first.

@@ -3,7 +3,8 @@
 Torch calls them traceable wrapper subclasses. `__tensor_flatten__` returns the attributes that are
 tensors, and the rest as a context; `__tensor_unflatten__` creates the tensor again. A checkpoint
 stores each inner tensor under `<fqn>.<attribute>`. A record in `<fqn>.__class__` describes the
-outer one, and a load compares it with that of the live tensor.
+outer tensor, and a load compares the record with that of the live tensor. For a class without inner
+tensors see `_local_tensor` in `locate_tensor.py`.
 """
 
 from __future__ import annotations
@@ -191,8 +192,8 @@ def _text_of(value: object) -> str | None:
 #
 # - The same shape as the local tensor: it is cut like the whole.
 # - Each dimension divides that of the local tensor, as for the scales of rows: cut in blocks.
-# - The shape does not decide: a slice of the local tensor shows if it is cut, or is a table that
-#   every rank has.
+# - The shape does not decide: slice some rows of the local tensor. If the inner tensor shrinks, it
+#   is cut. If not, it is a table that every rank has.
 # - Otherwise it is stored once for each shard, and loads only with the same cut.
 
 

@@ -19,9 +19,9 @@ from dist_ckpt.core.state.binding.sources.saved_tree import (
     SavedTree,
     Scope,
     SourceCatalog,
+    add_source_number,
     optimizer_name,
     state_name,
-    tag_name,
 )
 from dist_ckpt.core.state.tree.containers import RECORD, PathKey, child_name, is_mapping
 
@@ -50,7 +50,7 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
     allocation = _Allocation()
     provided = [allocation.allocate(view) for view in views]
     leaves = {
-        name: tag_name(names.number, fqn)
+        name: add_source_number(names.number, fqn)
         for names in provided
         for name, fqn in names.leaves.items()
     }
@@ -67,13 +67,17 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
         numpy=frozenset(
             name for names in provided for name in names.saved.numpy & names.leaves.keys()
         ),
-        main={tag_name(n, fqn): value for n, main in mains.items() for fqn, value in main.items()},
+        main={
+            add_source_number(n, fqn): value
+            for n, main in mains.items()
+            for fqn, value in main.items()
+        },
         read=_merge_readers({view.number: view.saved.read for view in views}),
         dropped=tuple(dict.fromkeys(name for view in views for name in view.saved.dropped)),
         problems=(*problems, *allocation.clashes()),
         order=sorted(leaves),
         origins=origins,
-        unmatched=tuple(_find_unmatched(views)),
+        name_problems=tuple(_find_name_problems(views)),
         left_out=tuple(sorted(name for view in views for name in _find_left_out(view, leaves))),
         stepless=frozenset(
             state
@@ -229,12 +233,14 @@ def _find_left_out(view: SourceView, leaves: Mapping[str, str]) -> Iterator[str]
     return (name for name in names if scope.contains(name) and name not in scope.selection)
 
 
-def _find_unmatched(views: Iterable[SourceView]) -> Iterator[str]:
+def _find_name_problems(views: Iterable[SourceView]) -> Iterator[str]:
     paths: dict[str, list[str]] = {}
     existing: set[str] = set()
     for scope, saved in ((view.scope, view.saved) for view in views):
         names = [name for name in saved.leaves if scope.contains(name)]
-        yield from (f"{scope.path}: {problem}" for problem in scope.selection.unmatched(names))
+        yield from (
+            f"{scope.path}: {problem}" for problem in scope.selection.pattern_problems(names)
+        )
         paths.setdefault(scope.key, []).append(scope.path)
         if not scope.key or saved.contains(scope.key):
             existing.add(scope.key)
@@ -282,9 +288,9 @@ def _merge_catalogs(origins: Sequence[SourceCatalog]) -> Catalog:
         for fqn, record in catalog.tensors.items():
             if id(record) not in records:  # equal tensors mostly share a record
                 records[id(record)] = replace(record, layout=record.layout + len(layouts))
-            tensors[tag_name(number, fqn)] = records[id(record)]
+            tensors[add_source_number(number, fqn)] = records[id(record)]
         layouts += catalog.layouts
-        here = partial(tag_name, number)
+        here = partial(add_source_number, number)
         aliases |= {here(alias): here(fqn) for alias, fqn in catalog.aliases.items()}
         parameters |= {here(fqn): is_trained for fqn, is_trained in catalog.parameters.items()}
         values |= {here(fqn): rank * len(origins) + number for fqn, rank in catalog.values.items()}
@@ -310,8 +316,8 @@ def _merge_readers(
         rank, number = divmod(file, len(reads))
         stored = reads[number](rank)
         return ObjectsFile(
-            values={tag_name(number, fqn): value for fqn, value in stored.values.items()},
-            per_rank={tag_name(number, fqn): of for fqn, of in stored.per_rank.items()},
+            values={add_source_number(number, fqn): value for fqn, value in stored.values.items()},
+            per_rank={add_source_number(number, fqn): of for fqn, of in stored.per_rank.items()},
         )
 
     return read

@@ -4,7 +4,8 @@ Each wildcard matches as little as possible, and a match is never tried again. S
 for any name.
 
 The state of an optimizer moves with its parameter (`Rename._move_with_parameter`). For example, the
-rule {"model.a": "model.b"} also renames the state of a weight of "model.a" in "optim.state".
+rule {"model.a": "model.b"} also renames the state of a weight of "model.a" in "optim.state". For a
+class of optimizer whose state has other keys see `core/state/optimizer_state.py`.
 """
 
 from __future__ import annotations

@@ -22,20 +22,20 @@ from dist_ckpt.core.state.tree.containers import (
 )
 from dist_ckpt.errors import CorruptError
 
-_TAG = "source "
+_SOURCE = "source "
 _PARAMS = ".params"
 GROUPS_INFIX = ".param_groups."
 _GROUP = re.compile(r"(?:.*\.)?param_groups\.[0-9]+", re.DOTALL)
 
 
-def tag_name(number: int, fqn: str) -> str:
-    """Return the name of an entry with a tag for its checkpoint, by the checkpoint's number."""
-    return f"{_TAG}{number}: {fqn}"
+def add_source_number(number: int, fqn: str) -> str:
+    """Return the name of an entry with the number of its checkpoint in front."""
+    return f"{_SOURCE}{number}: {fqn}"
 
 
-def untag_name(name: str) -> tuple[int, str]:
-    """Split a tagged name into the number of its checkpoint and its name there."""
-    number, _, fqn = name[len(_TAG) :].partition(": ")
+def split_source_number(name: str) -> tuple[int, str]:
+    """Split such a name into the number of its checkpoint and its name there."""
+    number, _, fqn = name[len(_SOURCE) :].partition(": ")
     return int(number), fqn
 
 
@@ -75,10 +75,13 @@ class Scope:
 class Scopes:
     """The selected names of a load from several sources, in place of a `Selection`.
 
-    A load has one `selection`, and each source has another one in `scopes`. A name is left out if
-    `selection` leaves the name out. A name is also left out if every source that may have the name
-    leaves the name out. A name that no source may have counts as missing. For example, only source
-    A may have "model.head", and A excludes "model.head": that name is left out, not missing.
+    The load has one `selection`, and each source has a selection in `scopes`.
+
+    - A name is left out if `selection` leaves it out, or each source that may have it does.
+    - A name that no source may have is missing.
+
+    For example, only source A may have "model.head", and A excludes "model.head". Then this name is
+    left out, not missing.
     """
 
     selection: Selection
@@ -90,9 +93,9 @@ class Scopes:
         scopes = [scope for scope in self.scopes if scope.can_have(name)]
         return not scopes or any(name in scope.selection for scope in scopes)
 
-    def unmatched(self, names: Iterable[str]) -> tuple[str, ...]:
+    def pattern_problems(self, names: Iterable[str]) -> tuple[str, ...]:
         """Return the problem of each pattern of the load itself that matches no name."""
-        return self.selection.unmatched(names)
+        return self.selection.pattern_problems(names)
 
     def searched_paths(self, name: str) -> tuple[str, ...]:
         """Return the paths of the sources that may have a name and do not leave it out."""
@@ -115,9 +118,9 @@ class SavedTree:
       `read(rank)` returns the objects file of another rank.
     - `dropped`: the saved names that the rename leaves out.
 
-    Only for several checkpoints, `origins`; the names in the catalog then have a tag:
+    Only for several checkpoints, `origins`. The catalog then has names of `add_source_number`:
 
-    - `unmatched`: error texts for requested names that no source has.
+    - `name_problems`: error texts for requested names that no source has.
     - `left_out`: the names that the sources' selections leave out.
     - `stepless`: the names of the state of parameters that may have been saved without any state.
     """
@@ -134,7 +137,7 @@ class SavedTree:
     problems: tuple[str, ...]
     order: Sequence[str] = field(default=())
     origins: Sequence[SourceCatalog] = ()
-    unmatched: tuple[str, ...] = ()
+    name_problems: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     stepless: frozenset[str] = frozenset()
 
@@ -144,7 +147,7 @@ class SavedTree:
             return 0
         fqns = (self.leaves[above] for above in names_above(name) if above in self.leaves)
         fqn = next(fqns, None) or next((self.leaves[leaf] for leaf in self.below(name)), None)
-        return 0 if fqn is None else untag_name(fqn)[0]
+        return 0 if fqn is None else split_source_number(fqn)[0]
 
     def source_text(self, name: str) -> str:
         """Return a text with the checkpoint of a name, among several; "" for a single one."""

@@ -23,7 +23,7 @@ from dist_ckpt.core.loading.load_decisions import (
     encode_bitmap,
 )
 from dist_ckpt.core.loading.load_options import LoadOptions, Sources, SourceUse, parse_sources
-from dist_ckpt.core.loading.shared_read.shared_read_group import prepare_shared_read
+from dist_ckpt.core.loading.shared_read.shared_read_group import open_shared_read
 from dist_ckpt.core.planning.load.load_planner import find_request_problems, plan_load
 from dist_ckpt.core.planning.name_selection import (
     SELECT_ALL,
@@ -48,14 +48,14 @@ from dist_ckpt.core.state.binding.sources.saved_tree import (
     SavedTree,
     Scope,
     Scopes,
-    tag_name,
-    untag_name,
+    add_source_number,
+    split_source_number,
 )
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.state.tree.state_tree import without_frozen
 from dist_ckpt.core.storage import Storage
+from dist_ckpt.core.storage.overlay_storage import OverlayStorage
 from dist_ckpt.core.storage.storage_wrappers import CountingStorage
-from dist_ckpt.core.storage.virtual_files import OverlayStorage
 from dist_ckpt.reports import LoadedSource
 
 # The global objects file of a checkpoint, and a function that reads the file of a rank.
@@ -171,7 +171,7 @@ def _parse_selections(
 
 
 @dataclass(frozen=True, slots=True)
-class PreparedLoad:
+class CheckedLoad:
     """Checkpoints that fit this rank's state: the binding, and the open files.
 
     `targets` is None until new tensors are allocated. Other ranks connect to `links`, and
@@ -206,9 +206,9 @@ class PreparedLoad:
         )
 
 
-def prepare_load(
+def check_load(
     call: LoadCall, arguments: LoadArguments, sources: ResolvedSources, stack: ExitStack
-) -> tuple[PreparedLoad | None, CheckFindings]:
+) -> tuple[CheckedLoad | None, CheckFindings]:
     """Bind the state, plan the reads, and open the files. Nothing of the state changes.
 
     If there are problems, no load is prepared. `stack` closes the files after the load.
@@ -242,15 +242,15 @@ def prepare_load(
         )
         unrequested = encode_bitmap(binding.unrequested, _list_saved_names(sources, saved))
         if problems:
-            return None, CheckFindings(problems, binding.unmatched, unrequested)
+            return None, CheckFindings(problems, binding.pattern_problems, unrequested)
     files = plan_and_open(
         sources.checkpoints, wanted, saved, threads=session.settings.threads, stack=stack
     )
     targets = None if binding.makes_memory else binding.allocate()
-    links, encoded = prepare_shared_read(session, sources.shared_read_id, files, stack)
+    links, encoded = open_shared_read(session, sources.shared_read_id, files, stack)
     is_short = fits_exchange(len(encoded), session.channel.world_size)
     findings = CheckFindings(
-        unmatched=binding.unmatched,
+        pattern_problems=binding.pattern_problems,
         unrequested=unrequested,
         makes_memory=binding.makes_memory,
         assigns_values=binding.assigns_values,
@@ -258,7 +258,7 @@ def prepare_load(
         encoded_requests=encoded if is_short else None,
         from_memory=from_memory,
     )
-    return PreparedLoad(sources, saved, binding, files, targets, links, encoded), findings
+    return CheckedLoad(sources, saved, binding, files, targets, links, encoded), findings
 
 
 def _find_description_problems(
@@ -304,7 +304,7 @@ def _list_saved_names(sources: ResolvedSources, saved: SavedTree) -> Sequence[st
     if not saved.origins:
         return sources.names
     numbered = enumerate(sources.checkpoints)
-    return [tag_name(number, name) for number, source in numbered for name in source.names]
+    return [add_source_number(number, name) for number, source in numbered for name in source.names]
 
 
 def split_requests(wanted: Iterable[TensorRequest], saved: SavedTree) -> list[list[TensorRequest]]:
@@ -313,7 +313,7 @@ def split_requests(wanted: Iterable[TensorRequest], saved: SavedTree) -> list[li
         return [[*wanted]]
     requests: list[list[TensorRequest]] = [[] for _ in saved.origins]
     for request in wanted:
-        number, fqn = untag_name(request.fqn)
+        number, fqn = split_source_number(request.fqn)
         requests[number].append(request._replace(fqn=fqn))
     return requests
 
@@ -343,7 +343,9 @@ def plan_and_open(
         if not saved.origins:
             return opened
         for file, items in plan.items():
-            all_plans[first + file] = tuple(replace(i, fqn=tag_name(number, i.fqn)) for i in items)
+            all_plans[first + file] = tuple(
+                replace(i, fqn=add_source_number(number, i.fqn)) for i in items
+            )
             all_files[first + file] = opened.files[file]
         first += len(index.files)
     return OpenFiles(all_plans, all_files)

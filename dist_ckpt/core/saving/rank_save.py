@@ -92,7 +92,7 @@ class LinkPatterns:
     tensors: tuple[TensorEntry, ...]
     aliases: tuple[tuple[str, str], ...]
     names: tuple[str, ...]
-    unmatched: tuple[str, ...]
+    pattern_problems: tuple[str, ...]
 
     @staticmethod
     def of(patterns: tuple[str, ...], inventory: Inventory) -> LinkPatterns:
@@ -102,13 +102,15 @@ class LinkPatterns:
             pattern: {to for fqn, to in names.items() if fqn in Selection((pattern,))}
             for pattern in patterns
         }
-        unmatched = tuple(
+        pattern_problems = tuple(
             f"link_unchanged: {pattern!r} matches no tensor: correct or remove it"
             for pattern in patterns
             if not matches[pattern]
         )
         matched = tuple(sorted(set().union(*matches.values())))
-        return LinkPatterns(patterns, inventory.tensors, inventory.aliases, matched, unmatched)
+        return LinkPatterns(
+            patterns, inventory.tensors, inventory.aliases, matched, pattern_problems
+        )
 
     def is_for(self, patterns: tuple[str, ...], inventory: Inventory) -> bool:
         """Return True if this is the result for these patterns and this inventory."""
@@ -124,16 +126,16 @@ class _RankCache:
     link_patterns: LinkPatterns | None = None
 
 
-class LocalSaveState:
+class RankSave:
     """One rank's state in one save: its inventory, and its files by a plan."""
 
-    def __init__(self, session: Session, state: LocalState) -> None:
-        self.inventory = state.inventory
-        self.unmatched = state.unmatched
+    def __init__(self, session: Session, local_state: LocalState) -> None:
+        self.inventory = local_state.inventory
+        self.pattern_problems = local_state.pattern_problems
         self.num_sampled = 0  # replicas of which only a sample was compared
         self._cache = session.cache(_RankCache)
         self._rank = session.channel.rank
-        self.state = state
+        self.local_state = local_state
 
     @staticmethod
     def read(
@@ -142,10 +144,10 @@ class LocalSaveState:
         sharding: ShardingConfig | None,
         selection: Selection = SELECT_ALL,
         link_unchanged: tuple[str, ...] = (),
-    ) -> LocalSaveState:
+    ) -> RankSave:
         """Read the state of this rank. ValueError or TypeError if it cannot be saved."""
         if isinstance(state, StateReader):
-            return LocalSaveState(session, state.read())
+            return RankSave(session, state.read())
         cached = session.cache(SaveCache).plan
         with paused_collector():
             local = build_inventory(
@@ -157,23 +159,23 @@ class LocalSaveState:
                 last=None if cached is None else cached.inventory,
                 selection=selection,
             )
-        local_state = LocalSaveState(session, local)
+        rank_save = RankSave(session, local)
         if link_unchanged:
-            local_state._separate_files(link_unchanged)
-        return local_state
+            rank_save._separate_files(link_unchanged)
+        return rank_save
 
     def _separate_files(self, patterns: tuple[str, ...]) -> None:
         """Give each matching tensor a separate file, which later saves can link to."""
         matched = self._cache.link_patterns
         if matched is None or not matched.is_for(patterns, self.inventory):
             matched = self._cache.link_patterns = LinkPatterns.of(patterns, self.inventory)
-        self.unmatched = (*self.unmatched, *matched.unmatched)
+        self.pattern_problems = (*self.pattern_problems, *matched.pattern_problems)
         self.inventory = structs.replace(self.inventory, linkable=matched.names)
 
     @property
     def cuda_devices(self) -> Sequence[torch.device]:
         """The CUDA devices of its tensors."""
-        parts = (part for parts in self.state.parts.values() for part in parts)
+        parts = (part for parts in self.local_state.parts.values() for part in parts)
         devices = {part.device for part in parts if part.is_cuda}
         return sorted(devices, key=str)
 
@@ -186,11 +188,11 @@ class LocalSaveState:
     ) -> RankFiles:
         """Return the files that this rank writes, on rank 0 with the attached files.
 
-        Call `local.synchronize` before.
+        Call `local_state.synchronize()` first.
         """
         with paused_collector():
             part = self._rank_plan(plan)
-        objects = encode_objects_files(plan, self.state, self._rank, metadata)
+        objects = encode_objects_files(plan, self.local_state, self._rank, metadata)
         if self._rank == 0:
             objects |= {filenames.attached_file(name): data for name, data in attached.items()}
         return RankFiles(
@@ -223,7 +225,7 @@ class LocalSaveState:
 
     def _reader_of(self, origins: Sequence[Origin], number: int) -> CellReader:
         fqn, cell_number, part = origins[number]
-        reader = self.state.reader(fqn, cell_number)
+        reader = self.local_state.reader(fqn, cell_number)
         return reader if part is None else reader.part(part)
 
     def _digests(
@@ -238,7 +240,7 @@ class LocalSaveState:
             is_whole = whole_nbytes >= 0
             self.num_sampled += not is_whole and reader.nbytes > _WHOLE_NBYTES
             digests[name] = digest_whole(reader) if is_whole else digest_sample(reader, name)
-        values = {**self.state.per_rank, **self.state.values}
+        values = {**self.local_state.per_rank, **self.local_state.values}
         digests |= {fqn: document_digest(encode_value(values[fqn])) for fqn in group.values}
         return digests
 

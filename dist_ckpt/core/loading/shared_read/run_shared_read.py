@@ -7,14 +7,18 @@ rank there, the agent, receives the range into a slot of its own host, and serve
 the same way. A slot is free again when all ranks that need its range have copied the range.
 Reading, checking, sending and copying overlap.
 
-Threads: one thread of each rank decides and copies (`SharedReader._decide`). Other threads read,
-send and receive. The deciding thread and the reading threads never wait for another rank. The
-threads that send and receive do wait, but they cannot deadlock. All ranks process the ranges in one
-order, and have separate slots for received ranges. So the fetcher and the receivers of the first
-incomplete range always have a free slot for it. The calling thread watches the deciding thread,
-which watches all other threads. If a thread hangs, all ranks get an error.
+| Threads of a rank | Work | Wait for other ranks | Watched by |
+| --- | --- | --- | --- |
+| the calling thread | watches | no | |
+| the scheduling thread | schedules and copies (`_run_turns`) | no | the calling thread |
+| reading threads | read from storage | no | the scheduling thread |
+| couriers | send and receive | yes | the scheduling thread |
 
-The deciding thread runs generators, such as one for each slot. A generator yields when it has to
+Couriers cannot deadlock. All ranks process the ranges in one order, and have separate slots for
+received ranges. So the fetcher and the receivers of the first incomplete range always have a free
+slot for that range. If a thread hangs, all ranks get an error.
+
+The scheduling thread runs generators, such as one for each slot. A generator yields when it has to
 wait for a call or for a message.
 
 Errors: a rank that meets an error closes its links. The system closes those of a dead process. The
@@ -43,7 +47,7 @@ from dist_ckpt.core.loading.shared_read.shared_read_group import (
     num_slots,
     slot_nbytes,
 )
-from dist_ckpt.core.planning.load.read_sharing import RangeKey, SharedBlockRange
+from dist_ckpt.core.planning.load.shared_ranges import RangeKey, SharedBlockRange
 from dist_ckpt.core.runtime.processes import running_time
 from dist_ckpt.core.runtime.threads import WORK_STALL_S, CallMonitor, DaemonThreads, parallel_for
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
@@ -89,7 +93,7 @@ _READY, _DONE = range(2)
 class HostTransfer:
     """One rank's side of the transfer of ranges between the ranks of its host."""
 
-    def __init__(self, work: SharedWork, reader: BlockReader, links: HostLinks) -> None:
+    def __init__(self, work: RankReads, reader: BlockReader, links: HostLinks) -> None:
         self._work = work
         self._reader = reader
         self._links = links
@@ -105,7 +109,7 @@ class HostTransfer:
 
     def offer_range(self, offset: int, planned: PlannedRange) -> Iterator[None]:
         """Offer the range in a slot to the ranks of this host; end when all have copied it."""
-        _, *receivers = planned.shared_range.host_of(self._work.rank)
+        _, *receivers = planned.shared_range.ranks_on_host_of(self._work.rank)
         users = self._users[offset] = set(receivers)
         for rank in receivers:
             self._links.send(rank, _MESSAGE.pack(_READY, offset, *planned.shared_range.key))
@@ -117,7 +121,7 @@ class HostTransfer:
     def copy_ranges(self) -> Iterator[None]:
         """Copy ranges from other ranks, one at a time, until this rank has all that it needs.
 
-        The deciding thread copies: copies by other threads took twice as long.
+        The scheduling thread copies: copies by other threads took twice as long.
         """
         while any(self._to_copy.values()):
             yield
@@ -159,7 +163,7 @@ class HostTransfer:
 
 def send_range(collective: Collective, planned: PlannedRange, data: memoryview) -> None:
     """Send a range to its agent on each other host, and wait until all agents have it."""
-    transfers = [collective.send(agent, data, tag) for agent, tag in planned.tags.items()]
+    transfers = [collective.send(agent, data, tag) for agent, tag in planned.send_numbers.items()]
     for transfer in transfers:
         transfer.wait()
 
@@ -169,7 +173,7 @@ def receive_range(
 ) -> None:
     """Receive a range from another host, and check it again."""
     fetcher = planned.shared_range.fetcher
-    collective.receive(fetcher, data, planned.tags[collective.rank]).wait()
+    collective.receive(fetcher, data, planned.send_numbers[collective.rank]).wait()
     try:
         planned.for_each_read(reader.check, data)
     except CorruptError as error:
@@ -193,7 +197,7 @@ def read_shared(group: SharedReadGroup, reader: BlockReader) -> tuple[int, int]:
     other ranks. Raises the errors of `BlockReader.read_all`, and SecondaryError if another rank
     fails.
     """
-    work = SharedWork(group, reader.targets)
+    work = RankReads(group, reader.targets)
     with reader.name_touched():
         SharedReader(group, work, reader).read_all()
     return work.nbytes_moved()
@@ -206,7 +210,7 @@ def check_blocks_first(
     if group is None:
         reader.read_all(session.settings.threads)
         return
-    work = SharedWork(group, reader.targets)
+    work = RankReads(group, reader.targets)
     fetched = ((planned.file, read) for planned in work.fetched_ranges() for read in planned.reads)
     reads = chain(work.local_reads(), fetched)
     with reader.name_touched():
@@ -216,7 +220,7 @@ def check_blocks_first(
 class SharedReader:
     """One rank's side of a shared read."""
 
-    def __init__(self, group: SharedReadGroup, work: SharedWork, reader: BlockReader) -> None:
+    def __init__(self, group: SharedReadGroup, work: RankReads, reader: BlockReader) -> None:
         links, threads = group.links, group.session.settings.threads
         assert links is not None, "there are ranges"
         self._work = work
@@ -225,31 +229,31 @@ class SharedReader:
         self._channel, self._collective = group.session.channel, group.session.collective
         self._num_slots = num_slots(between_hosts=group.between_hosts)
         self._max_local_reads = 2 * threads
-        self._decider = _WatchedThreads(1, links.wake)
+        self._scheduler = _WatchedThreads(1, links.wake)
         self._readers = _WatchedThreads(threads, links.wake)
         self._couriers = _WatchedThreads(2 * self._num_slots, links.wake)
-        self._host = HostTransfer(work, reader, links)
+        self._transfer = HostTransfer(work, reader, links)
         self._links = links
 
     def read_all(self) -> None:
         """Read and share all blocks. After an error, no other rank waits for this rank."""
         try:
             self._links.accept(self._group.partners)
-            for _ in self._decider.call(self._decide):
-                self._decider.check(RANK_CHECK_INTERVAL_S)
+            for _ in self._scheduler.call(self._run_turns):
+                self._scheduler.check(RANK_CHECK_INTERVAL_S)
         except BaseException:
-            # This ends the deciding thread too, unless it hangs in a copy.
+            # This ends the scheduling thread too, unless it hangs in a copy.
             self._group.give_up()
             raise
         finally:
             deadline = running_time() + WORK_STALL_S
-            self._decider.end(deadline)
+            self._scheduler.end(deadline)
             self._readers.end(deadline)
             # The couriers use only this rank's memory.
             self._couriers.end(running_time() + RANK_CHECK_INTERVAL_S)
 
-    def _decide(self) -> None:
-        """Decide and copy until all blocks are read. Wake the calling thread at each step."""
+    def _run_turns(self) -> None:
+        """Schedule and copy until all blocks are read. Wake the calling thread at each step."""
         offsets = range(0, 2 * self._num_slots * self._work.slot_nbytes, self._work.slot_nbytes)
         to_fetch, to_receive = self._work.fetched_ranges(), self._work.received_ranges()
         local_reads = self._work.local_reads()
@@ -259,25 +263,25 @@ class SharedReader:
             *(self._fetch(offset, to_fetch) for offset in offsets[: self._num_slots]),
             *(self._receive(offset, to_receive) for offset in offsets[self._num_slots :]),
             *(self._read(local_reads) for _ in range(self._max_local_reads)),
-            self._host.copy_ranges(),
+            self._transfer.copy_ranges(),
         ):
-            self._host.check_awaited_ranks()
+            self._transfer.check_awaited_ranks()
             if running_time() >= next_check:
                 self._channel.watch(
-                    sorted(self._host.awaited_ranks() | self._couriers.awaited_ranks())
+                    sorted(self._transfer.awaited_ranks() | self._couriers.awaited_ranks())
                 )
                 self._readers.check()
                 next_check = running_time() + RANK_CHECK_INTERVAL_S
-            self._decider.postpone_deadlines()
-            self._host.receive(RANK_CHECK_INTERVAL_S)
+            self._scheduler.postpone_deadlines()
+            self._transfer.receive(RANK_CHECK_INTERVAL_S)
 
     def _fetch(self, offset: int, ranges: Iterator[PlannedRange]) -> Iterator[None]:
         """Read ranges into a slot, one after another. Send each to all ranks that need it."""
         for planned in ranges:
-            data = self._host.slot_memory(offset, planned)
+            data = self._transfer.slot_memory(offset, planned)
             yield from self._readers.call(partial(planned.for_each_read, self._reader.fetch, data))
             yield from run_in_turns(
-                self._send(planned, data), self._host.offer_range(offset, planned)
+                self._send(planned, data), self._transfer.offer_range(offset, planned)
             )
 
     def _send(self, planned: PlannedRange, data: memoryview) -> Iterator[None]:
@@ -289,10 +293,10 @@ class SharedReader:
     def _receive(self, offset: int, ranges: Iterator[PlannedRange]) -> Iterator[None]:
         """Receive ranges into a slot, one after another. Offer each to the ranks of this host."""
         for planned in ranges:
-            data = self._host.slot_memory(offset, planned)
+            data = self._transfer.slot_memory(offset, planned)
             work = partial(receive_range, self._collective, planned, data, self._reader)
             yield from self._couriers.call(work, (planned.shared_range.fetcher,))
-            yield from self._host.offer_range(offset, planned)
+            yield from self._transfer.offer_range(offset, planned)
 
     def _read(self, reads: Iterator[tuple[OpenFile, PlannedRead]]) -> Iterator[None]:
         """Read blocks that only this rank needs, one after another."""
@@ -311,7 +315,7 @@ class _Call:
 
 
 class _WatchedThreads:
-    """Threads with their calls. The end of a call wakes the deciding thread."""
+    """Threads with their calls. The end of a call wakes the scheduling thread."""
 
     def __init__(self, threads: int, wake: Callable[[], None]) -> None:
         self._pool = DaemonThreads(threads)
@@ -374,13 +378,14 @@ def run_in_turns(*generators: Iterator[None]) -> Iterator[None]:
 class PlannedRange:
     """A shared range, and the reads that fill it. This rank needs all its blocks.
 
-    `tags` has the number of the range for each agent: the fetcher counts what it sends to an agent.
+    `send_numbers` has the number of the range for each agent: the fetcher counts the ranges that it
+    sends to an agent.
     """
 
     shared_range: SharedBlockRange
     file: OpenFile
     reads: tuple[PlannedRead, ...]
-    tags: Mapping[int, int]
+    send_numbers: Mapping[int, int]
 
     @property
     def span(self) -> ByteRange:
@@ -396,7 +401,7 @@ class PlannedRange:
             work(self.file, read, data[read.span.start - begin : read.span.stop - begin])
 
 
-class SharedWork:
+class RankReads:
     """The reads that fill the targets of a rank: local reads, and the ranges that it shares."""
 
     def __init__(self, group: SharedReadGroup, targets: CellTargets | None) -> None:
@@ -409,9 +414,9 @@ class SharedWork:
         for shared_range in group.shared_ranges:
             self._by_file[shared_range.file].append(shared_range)
         # Number the ranges from each fetcher to each agent. Both ranks count the same.
-        tags: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(count)
-        self._tags = {
-            r.key: {agent: next(tags[r.fetcher, agent]) for agent in r.agents}
+        numbers: defaultdict[tuple[int, int], Iterator[int]] = defaultdict(count)
+        self._send_numbers = {
+            r.key: {agent: next(numbers[r.fetcher, agent]) for agent in r.agents}
             for r in group.shared_ranges
         }
         self._divided: dict[int, tuple[list[PlannedRead], dict[int, PlannedRange]]] = {}
@@ -434,7 +439,7 @@ class SharedWork:
         """Return the keys of the ranges that this rank copies from its host, by sender."""
         keys: dict[int, set[RangeKey]] = {}
         for shared_range in self._shared_ranges:
-            first = shared_range.host_of(self.rank)[0]
+            first = shared_range.ranks_on_host_of(self.rank)[0]
             if first != self.rank:
                 keys.setdefault(first, set()).add(shared_range.key)
         return keys
@@ -479,7 +484,7 @@ class SharedWork:
             reads += (BlockRead(ByteRange(g[0].start, g[-1].stop), tuple(g)) for g in groups)
             reads.sort(key=lambda read: read.span.start)
             planned_ranges[shared_range.blocks.start] = PlannedRange(
-                shared_range, file, tuple(reads), self._tags[shared_range.key]
+                shared_range, file, tuple(reads), self._send_numbers[shared_range.key]
             )
         local_reads: list[PlannedRead] = [*small_reads[None], *group_into_reads(blocks[None])]
         self._divided[number] = local_reads, planned_ranges

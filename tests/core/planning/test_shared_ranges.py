@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt.core.format.geometry import join_ranges
-from dist_ckpt.core.planning.load.read_sharing import (
+from dist_ckpt.core.planning.load.shared_ranges import (
     SHARED_RANGE_NBYTES,
     BlockRanges,
     RankBlockRequests,
@@ -62,7 +62,7 @@ def test_a_block_is_in_one_unit_if_several_ranks_want_it_and_in_none_else(case):
         ranks = wanters(requests_by_rank, file, block)
         assert len(holding) == (len(ranks) > 1)
         for one in holding:
-            told = [rank for host in one.hosts for rank in host]
+            told = [rank for host in one.ranks_by_host for rank in host]
             assert sorted(told) == sorted(ranks)
     assert all(a.blocks.stop <= b.blocks.start for a, b in pairwise(ranges))
 
@@ -90,12 +90,14 @@ def test_ranks_want_the_same_if_a_block_is_wanted_by_two_that_share(case):
 def test_each_unit_comes_to_each_host_once_and_from_there_to_its_ranks(case):
     file, starts, requests_by_rank = case
     for one in find_shared_ranges(file, starts, requests_by_rank):
-        assert one.fetcher == one.hosts[0][0]
-        assert one.agents == tuple(host[0] for host in one.hosts[1:])
-        names = [{requests_by_rank[rank].host for rank in host} for host in one.hosts]
+        assert one.fetcher == one.ranks_by_host[0][0]
+        assert one.agents == tuple(host[0] for host in one.ranks_by_host[1:])
+        names = [{requests_by_rank[rank].host for rank in host} for host in one.ranks_by_host]
         assert all(len(name) == 1 for name in names)
-        assert len({name for (name,) in names}) == len(one.hosts)
-        assert all(one.host_of(rank) is host for host in one.hosts for rank in host)
+        assert len({name for (name,) in names}) == len(one.ranks_by_host)
+        assert all(
+            one.ranks_on_host_of(rank) is host for host in one.ranks_by_host for rank in host
+        )
 
 
 @given(cases())
@@ -176,7 +178,7 @@ def test_between_hosts_each_rank_of_a_host_brings_its_part():
         rank: RankBlockRequests.of("ab"[rank // 2], {0: (range(12),)}) for rank in range(4)
     }
     ranges = find_shared_ranges(0, starts, requests_by_rank)
-    brought = [host[0] for one in ranges for host in one.hosts]
+    brought = [host[0] for one in ranges for host in one.ranks_by_host]
     assert {rank: brought.count(rank) for rank in range(4)} == dict.fromkeys(range(4), 6)
     assert fetched(ranges, starts) == dict.fromkeys(range(4), 12 * MIB)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.saving import local_save_state, save_options
-from dist_ckpt.core.saving.local_save_state import digest_sample, digest_whole
+from dist_ckpt.core.saving import rank_save, save_options
+from dist_ckpt.core.saving.rank_save import digest_sample, digest_whole
 from dist_ckpt.core.saving.save import save_together
 from dist_ckpt.core.saving.save_options import SaveOptions
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorReader
@@ -79,7 +79,7 @@ def beside_the_sample():
     first = {
         (start + offset) // block
         for start, nbytes, name in cells
-        for offset in local_save_state._sample_offsets(nbytes, name)
+        for offset in rank_save._sample_offsets(nbytes, name)
     }
     return block * min(set(range(1, NBYTES // block)) - first - {number + 1 for number in first})
 

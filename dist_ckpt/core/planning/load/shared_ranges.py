@@ -53,13 +53,13 @@ class RankBlockRequests(Message, frozen=True):
 class SharedBlockRange:
     """Adjacent blocks of one file that the same two or more ranks need.
 
-    `hosts` has these ranks by host. The first rank of each host sends the range to the other ranks
+    `ranks_by_host` has these ranks. The first rank of each host sends the range to the other ranks
     there. The first rank of the first host fetches the range, and sends it to the other hosts.
     """
 
     file: int
     blocks: range
-    hosts: tuple[tuple[int, ...], ...]
+    ranks_by_host: tuple[tuple[int, ...], ...]
 
     @property
     def key(self) -> RangeKey:
@@ -69,16 +69,16 @@ class SharedBlockRange:
     @property
     def fetcher(self) -> int:
         """The rank that reads the range from storage."""
-        return self.hosts[0][0]
+        return self.ranks_by_host[0][0]
 
     @property
     def agents(self) -> tuple[int, ...]:
         """The ranks that receive the range from the fetcher, one for each other host."""
-        return tuple(ranks[0] for ranks in self.hosts[1:])
+        return tuple(ranks[0] for ranks in self.ranks_by_host[1:])
 
-    def host_of(self, rank: int) -> tuple[int, ...]:
+    def ranks_on_host_of(self, rank: int) -> tuple[int, ...]:
         """Return the ranks on the host of a rank. The first sends the range to the others."""
-        return next(ranks for ranks in self.hosts if rank in ranks)
+        return next(ranks for ranks in self.ranks_by_host if rank in ranks)
 
 
 def has_shared_blocks(requests: Iterable[RankBlockRequests], *, between_hosts: bool) -> bool:
@@ -124,7 +124,9 @@ def find_shared_ranges(
 
 def find_partners(rank: int, shared_ranges: Iterable[SharedBlockRange]) -> list[int]:
     """Return the ranks of the same host with which a rank shares some of these ranges."""
-    ranks = {other for shared_range in shared_ranges for other in shared_range.host_of(rank)}
+    ranks = {
+        other for shared_range in shared_ranges for other in shared_range.ranks_on_host_of(rank)
+    }
     return sorted(ranks - {rank})
 
 
