@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from dist_ckpt.core.comm.exchange import failure_detector
+from dist_ckpt.core.comm.exchange.exchange_state import ExchangeState
 from dist_ckpt.core.comm.exchange.failure_detector import FailureDetector, ProcessWitness
 from dist_ckpt.core.comm.key_value import client_thread
-from dist_ckpt.core.comm.key_value.client_thread import StoreClientThread
-from dist_ckpt.core.comm.rank_messages import HeartbeatSender
+from dist_ckpt.core.comm.key_value.client_thread import JOB_STORE_TEXTS, StoreClientThread
+from dist_ckpt.core.comm.rank_messages import HeartbeatSender, RankLocation
 from dist_ckpt.core.runtime.processes import ProcessId, find_process, find_state
 from dist_ckpt.settings import Settings
 from dist_ckpt.testing.thread_channel import ThreadStore
@@ -245,6 +246,22 @@ def test_a_process_that_is_stopped_is_late_and_not_dead(process, clock, states):
     states[process.pid, process.started, 0] = "stopped"
     assert [pass_time(clock, watch, line, other) for _ in range(10)] == [None] * 10
     assert watch.find_lateness(1) == "is stopped, and has not run Python for 40 s"
+
+
+def test_a_rank_that_is_late_is_logged_once_and_is_no_failure(clock, states, caplog):
+    line, heart = Line(), HeartbeatSender("a", HERE, inside=True)
+    state = ExchangeState(ThreadStore(), 0, 2, RankLocation("b"), Settings(), JOB_STORE_TEXTS)
+    state.client.close()
+    state.detector, state.phase, state.call = watch_of(line, witness_at(HERE)), "write", "save"
+    line.send(heart)
+    states[1, 10, 0] = "running"
+    for _ in range(10):
+        state.detector.read_heartbeats([1])
+        assert state.failed_ranks([1]) == {}
+        clock.now += 4
+    text = "rank 1 (host a) is alive, but has not run Python for 20 s (seen by rank 0 in phase "
+    assert [message.partition("'write'")[0] for message in caplog.messages] == [text]
+    assert caplog.messages[0].endswith("; the limit is 300 s")
 
 
 def test_a_witness_ignores_what_is_no_question(states):

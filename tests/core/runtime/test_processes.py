@@ -164,8 +164,7 @@ def test_a_process_that_ends_or_dumps_core_is_ending(
 def test_a_wait_does_not_count_a_stop_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after `scontrol suspend` for an hour: the outcome comes a moment after the job goes on."""
     real, stopped_s = time.monotonic, [0.0]
-    clock = SimpleNamespace(monotonic=lambda: real() + stopped_s[0])
-    monkeypatch.setattr(processes, "time", clock)
+    monkeypatch.setattr(time, "monotonic", lambda: real() + stopped_s[0])
     future = Future[int]()
 
     def stop() -> None:

@@ -22,7 +22,6 @@ import torch
 
 import dist_ckpt as dc
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.core.runtime import processes
 from dist_ckpt.core.runtime.host_memory import address_of
 from dist_ckpt.core.saving.rank_save import RankSave
 from dist_ckpt.core.shard_io.memory import cuda
@@ -472,9 +471,8 @@ def test_a_stop_of_the_process_does_not_end_the_wait_for_staging(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As after `scontrol suspend` for two hours: the devices finish a moment later."""
-    stopped_s, is_waiting = [0.0], threading.Event()
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + stopped_s[0])
-    monkeypatch.setattr(processes, "time", clock)
+    now, stopped_s, is_waiting = time.monotonic, [0.0], threading.Event()
+    monkeypatch.setattr(time, "monotonic", lambda: now() + stopped_s[0])
     monkeypatch.setattr(cuda, "POLL_S", 0.001)
 
     def follow() -> None:
