@@ -121,7 +121,7 @@ def find_state(pid: int, started: int, thread: int = 0) -> ProcessState:
             return "cut off"
         return "ending" if state == "blocked" and _is_killed(pid) else state
     except (FileNotFoundError, ProcessLookupError):
-        return "ended"
+        return "unknown" if _is_hidden(pid) else "ended"
     except (OSError, ValueError, IndexError):
         return "unknown"
 
@@ -129,6 +129,17 @@ def find_state(pid: int, started: int, thread: int = 0) -> ProcessState:
 def _stat_fields(pid: int) -> list[str]:
     with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
         return file.read().rpartition(")")[2].split()
+
+
+def _is_hidden(pid: int) -> bool:
+    """Return True if a process exists that `/proc` hides, as those of other users (hidepid)."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _is_cut_off(pid: int, thread: int) -> bool:

@@ -161,6 +161,28 @@ def test_a_process_that_ends_or_dumps_core_is_ending(
     assert find_state(5, 77) == expected
 
 
+def test_a_process_that_proc_hides_has_not_ended(
+    monkeypatch: pytest.MonkeyPatch, sleeper: subprocess.Popen[bytes]
+) -> None:
+    """As one of another user, where /proc is mounted with `hidepid`."""
+
+    def hide(path: str, **_: object) -> None:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(processes, "open", hide, raising=False)
+    assert find_state(sleeper.pid, 1) == "unknown"
+    assert find_state(2**62, 1) == "ended"
+    sleeper.kill()
+    sleeper.wait()
+    assert find_state(sleeper.pid, 1) == "ended"
+
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError(pid, number)
+
+    monkeypatch.setattr(os, "kill", refuse)
+    assert find_state(5, 1) == "unknown"
+
+
 def test_a_wait_does_not_count_a_stop_of_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after `scontrol suspend` for an hour: the outcome comes a moment after the job goes on."""
     real, stopped_s = time.monotonic, [0.0]
