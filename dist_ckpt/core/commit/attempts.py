@@ -98,7 +98,7 @@ def find_checkpoint(storage: Storage, path: str) -> tuple[Attempt, Index]:
 def list_statuses(storage: Storage, path: str) -> tuple[Status, ...]:
     """Return the state of every attempt at `path`, lowest first; () without the folder."""
     result = []
-    for entry in _attempt_entries(storage, path):
+    for entry in list_attempt_entries(storage, path):
         for attempt in parse_attempts([entry]):
             with suppress(FileNotFoundError, NotADirectoryError):  # removed since it was listed
                 result.append(_status(storage, path, attempt, entry.modified_at))
@@ -107,10 +107,11 @@ def list_statuses(storage: Storage, path: str) -> tuple[Status, ...]:
 
 def list_attempts(storage: Storage, path: str) -> list[Attempt]:
     """Return the attempts at `path`, lowest first; [] without the folder."""
-    return sorted(parse_attempts(_attempt_entries(storage, path)))
+    return sorted(parse_attempts(list_attempt_entries(storage, path)))
 
 
-def _attempt_entries(storage: Storage, path: str) -> Sequence[Entry]:
+def list_attempt_entries(storage: Storage, path: str) -> Sequence[Entry]:
+    """Return the entries of a path that may have attempts; [] for another folder."""
     # A folder of annotations has the name of its attempt. It is not an attempt: `gc` would remove
     # a pin as a dead save.
     above = posixpath.basename(posixpath.dirname(path))
@@ -158,7 +159,12 @@ def parse_attempts(entries: Iterable[Entry]) -> Iterator[Attempt]:
 
 def list_trash(storage: Storage, path: str) -> list[Entry]:
     """Return the entries at a path with a name of trash: folders, files and links."""
-    return [entry for entry in list_entries(storage, path) if parse_trash(entry.name) is not None]
+    return trash_among(list_entries(storage, path))
+
+
+def trash_among(entries: Iterable[Entry]) -> list[Entry]:
+    """Return those of a folder's entries that have a name of trash."""
+    return [entry for entry in entries if parse_trash(entry.name) is not None]
 
 
 def was_provably_removed(storage: Storage, path: str, attempt: Attempt) -> bool:

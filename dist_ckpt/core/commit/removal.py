@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import posixpath
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import PurePosixPath
 
@@ -17,14 +17,16 @@ from dist_ckpt.core.commit.attempts import (
     AttemptState,
     Status,
     is_decided,
-    list_attempts,
+    list_attempt_entries,
     list_entries,
     list_statuses,
     list_trash,
     new_id,
     no_folder_error,
     not_found_error,
+    parse_attempts,
     read_index,
+    trash_among,
     try_abandon,
 )
 from dist_ckpt.core.commit.records.incarnations import Incarnation
@@ -45,7 +47,7 @@ from dist_ckpt.core.format.filenames import (
     trash_name,
 )
 from dist_ckpt.core.format.index.index import Index
-from dist_ckpt.core.storage import Storage, refuse_linked_step
+from dist_ckpt.core.storage import Entry, Storage, refuse_linked_step
 from dist_ckpt.errors import CheckpointError, StorageError
 from dist_ckpt.message_text import listed
 
@@ -83,7 +85,8 @@ def remove_superseded(
     """
     by = f"the saver of {attempt}"
     try:
-        below = [other for other in list_attempts(storage, path) if other < attempt]
+        entries = list_attempt_entries(storage, path)
+        below = sorted(other for other in parse_attempts(entries) if other < attempt)
         protections = protections_at(storage, path, below, read_storage_clock)
         for lower in below:
             if lower in protections:
@@ -94,7 +97,7 @@ def remove_superseded(
             if not is_decided(storage, path, lower):
                 try_abandon(storage, path, lower, by=by, reason="a later attempt was committed")
             remove(storage, path, lower)
-        _empty_all_trash(storage, path)
+        _empty_all_trash(storage, path, trash_among(entries))
     except (CheckpointError, OSError) as error:
         _log.warning("%s: an older attempt could not be removed yet: %s", path, error)
 
@@ -118,7 +121,7 @@ def delete(storage: Storage, path: str) -> None:
         # The lowest first, each durably. So a delete that is stopped leaves the newest attempts.
         for attempt in doomed:
             remove(storage, path, attempt)
-        _empty_all_trash(storage, path)
+        _empty_all_trash(storage, path, list_trash(storage, path))
     except CheckpointError as error:
         raise _partial_delete_error(storage, path, error) from error
     # The folder may be a link, or have files of other programs or a new attempt.
@@ -174,7 +177,7 @@ def remove_garbage(storage: Storage, path: str, *, grace_s: float) -> tuple[str,
     ExistsError for a linked step.
     """
     refuse_linked_step(path)
-    names = _empty_all_trash(storage, path)
+    names = _empty_all_trash(storage, path, list_trash(storage, path))
     ids, attempts = _find_garbage(storage, path, grace_s, read_storage_clock)
     for name in ids:
         with suppress(FileNotFoundError):  # its writer has renamed it now
@@ -336,9 +339,9 @@ def read_storage_clock(storage: Storage, path: str) -> float:
     return max(times, default=0.0)
 
 
-def _empty_all_trash(storage: Storage, path: str) -> list[str]:
+def _empty_all_trash(storage: Storage, path: str, entries: Iterable[Entry]) -> list[str]:
     names = []
-    for entry in list_trash(storage, path):
+    for entry in entries:
         trash = f"{path}/{entry.name}"
         if entry.kind != "folder":
             _log_foreign(trash)

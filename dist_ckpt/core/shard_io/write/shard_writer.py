@@ -130,7 +130,7 @@ def _write_shard_files(
             file = create_file(storage, path, plan.nbytes, stack)
             file_writes.append(_FileWrite(path, plan, file, reader_of, files))
         slots = slots.fitting(max((write.slot_nbytes for write in file_writes), default=0))
-        work = ((write, batch) for write in file_writes for batch in write.plan.batches)
+        work = [(write, batch) for write in file_writes for batch in write.plan.batches]
         # The sync of one file may wait for the data of all files.
         nbytes = sum(plan.nbytes for plan in files.plans)
         stall_s = stall_timeout_s(nbytes, stall_s=WORK_STALL_S)
@@ -139,7 +139,7 @@ def _write_shard_files(
             file_write, batch = item
             return file_write.prepare(batch, slots)
 
-        if threads == 1:
+        if min(threads, len(work)) <= 1:
             results = parallel_for(lambda item: prepare(item)(), work, threads=1, stall_s=stall_s)
         else:
             preparing = min(threads // 2, MAX_PREPARING)
