@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import random
 import signal
 import threading
 import time
@@ -21,7 +20,7 @@ import dist_ckpt as dc
 from dist_ckpt.async_save.snapshots.job_folder import SHARED_MEMORY, JobFolder
 from dist_ckpt.async_save.trainer import background_save, writer_handle
 from long_mode import IS_LONG
-from ranks import run_ranks
+from ranks import run_ranks, suspend_and_resume
 from tests.core.saving.test_rank_save import NBYTES, beside_the_sample
 
 pytestmark = pytest.mark.multi_process
@@ -383,26 +382,13 @@ def save_until_resumed(rank: int, root: str, job: str, folder: str) -> tuple[int
     return report.step or 0, num
 
 
-def suspend_and_resume(folder: Path) -> None:
-    """Stop all ranks and writers for longer than a silence, and continue them in any order."""
-    until = time.monotonic() + RESULT_S
-    while len(pids := [int(file.stem) for file in folder.glob("*.pid")]) < 4:
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    time.sleep(SUSPENDED_S)
-    random.shuffle(pids)
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
-    (folder / "resumed").touch()
-
-
 @pytest.mark.waits
 def test_a_whole_job_that_is_suspended_and_resumed_goes_on(tmp_path: Path, job: str) -> None:
     (tmp_path / "root").mkdir()
     (tmp_path / "told").mkdir()
-    suspender = threading.Thread(target=suspend_and_resume, args=(tmp_path / "told",))
+    suspender = threading.Thread(
+        target=suspend_and_resume, args=(tmp_path / "told", 4, SUSPENDED_S)
+    )
     suspender.start()
     args = (str(tmp_path / "root"), job, str(tmp_path / "told"))
     found = run_ranks(save_until_resumed, *args, world_size=2, store="rank 0", environ=SUSPENDED)

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,13 @@ import torch.distributed as dist
 from msgspec.structs import replace
 
 from dist_ckpt.core.comm import process_group
+from dist_ckpt.core.comm.collectives import collective, gloo
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.runtime.processes import find_process
 from dist_ckpt.errors import RankError
 from exchanges import exchange
-from ranks import Options, Outcome, run_ranks, try_ranks
+from ranks import Options, Outcome, run_ranks, suspend_and_resume, try_ranks
 
 pytestmark = [pytest.mark.multi_process, pytest.mark.waits]
 
@@ -57,11 +59,29 @@ def save(session: Session, rank: int, *, phases: int = 2, what: str = "save") ->
     return total
 
 
+def gather(session: Session) -> int:
+    """Do what stands for the save of a new layout: a bulk collective. Return the world size."""
+
+    def count_ranks() -> int:
+        ((data, ranks),) = session.collective.all_gather_distinct(b"x")
+        assert data == b"x"
+        return len(ranks)
+
+    with session.operation("save"):
+        generation = exchange(session.channel, "agree", lambda: session.collective.generation, max)
+        session.collective.renew(generation)
+        return int(exchange(session.channel, "plan", count_ranks, max))
+
+
 def told(session: Session, rank: int) -> tuple[str, int | None, str, float]:
     """Save, and return the error that must come: class, rank, message, seconds."""
+    return told_by(lambda: save(session, rank))
+
+
+def told_by(call: Callable[[], object]) -> tuple[str, int | None, str, float]:
     start = time.monotonic()
     try:
-        save(session, rank)
+        call()
     except RankError as error:
         return type(error).__name__, error.rank, str(error), time.monotonic() - start
     raise AssertionError("the save should have failed")
@@ -82,9 +102,9 @@ def exchange_and_gather(rank: int) -> Any:
     session = session_of()
     assert session is session_of(dist.group.WORLD)
     total = save(session, rank)
-    with session.operation("load"):
-        exchange(session.channel, "open", int, len)
-        bulk = session.collective
+    bulk = session.collective
+
+    def gather() -> int:
         payloads = bulk.all_gather_distinct(bytes([rank % 2]) * 100_000)
         assert [(payload[:1], len(payload), who) for payload, who in payloads] == [
             (b"\0", 100_000, (0, 2)),
@@ -95,6 +115,10 @@ def exchange_and_gather(rank: int) -> Any:
         assert bulk.all_gather_distinct(own) == tuple((str(r).encode(), (r,)) for r in range(4))
         assert bulk.broadcast(b"zero" if rank == 0 else None) == b"zero"
         assert bulk.broadcast(b"") == b""
+        return rank
+
+    with session.operation("load"):
+        assert exchange(session.channel, "open", gather, sum) == total
     return total
 
 
@@ -103,23 +127,25 @@ def test_ranks_exchange_and_gather_over_every_store(store):
     assert run_ranks(exchange_and_gather, world_size=4, store=store) == [6, 6, 6, 6]
 
 
+def test_bulk_collectives_work_if_gloo_connects_at_the_first_message():
+    environ = {"TORCH_GLOO_LAZY_INIT": "1"}
+    values = run_ranks(exchange_and_gather, world_size=4, store="launcher", environ=environ)
+    assert values == [6, 6, 6, 6]
+
+
 def use_own_groups(rank: int) -> Any:
     """User's groups are made before, between and after ours; not every rank is in each."""
     first = dist.new_group([0, 1])
     odd = dist.new_group([1, 3])
     session = session_of()
     save(session, rank)
-    with session.operation("load"):
-        exchange(session.channel, "open", int, len)
-        session.collective.broadcast(b"data")
+    assert gather(session) == 4
     if rank in (1, 3):
         part = session_of(odd)
         assert part.group_ranks == (1, 3)
         assert part.channel.rank == (1, 3).index(rank)
         assert save(part, rank) == 4
-        with part.operation("load"):
-            exchange(part.channel, "open", int, len)
-            assert part.collective.all_gather_distinct(b"x") == ((b"x", (0, 1)),)
+        assert gather(part) == 2
     else:
         with pytest.raises(ValueError, match=f"rank {rank} is not in this group"):
             session_of(odd)
@@ -148,9 +174,7 @@ def lose_the_training_group(rank: int, folder: str) -> Any:
     with pytest.raises(RuntimeError):
         dist.all_reduce(torch.zeros(1))
     session = session_of()
-    with session.operation("load"):
-        exchange(session.channel, "open", int, len)
-        session.collective.broadcast(b"data")
+    assert gather(session) == 3
     return save(session, rank)
 
 
@@ -366,6 +390,27 @@ def test_a_frozen_coordinator_that_serves_the_store_does_not_hang_the_others():
 QUIET = {"DIST_CKPT_HEARTBEAT_TIMEOUT_S": "2", "DIST_CKPT_JOIN_TIMEOUT_S": "100"}
 
 
+# What a rank does in a bulk collective: it shows its address, connects, and sends its part.
+WINDOWS = {
+    "address": (gloo._Rendezvous, "set"),
+    "connect": (gloo._Rendezvous, "get"),
+    "gather": (collective, "payload_name"),
+}
+
+
+def in_window(where: str, act: Callable[[], object]) -> None:
+    """Act once, at this moment of this rank's next bulk collective."""
+    owner, name = WINDOWS[where]
+    original = getattr(owner, name)
+
+    def hooked(*args: Any) -> Any:
+        setattr(owner, name, original)
+        act()
+        return original(*args)
+
+    setattr(owner, name, hooked)
+
+
 class OnWarning(logging.Handler):
     """Acts once, when a warning has a text."""
 
@@ -393,7 +438,9 @@ def move_to(machine: str) -> None:
     module.find_process = lambda _: replace(own, machine=machine)
 
 
-def be_late(rank: int, fifo: str, how: str, machines: list[str]) -> tuple[str, int, int]:
+def be_late(
+    rank: int, fifo: str, how: str, where: str, machines: list[str]
+) -> tuple[str, int, int]:
     """Rank 1 holds the interpreter's lock, or is stopped, until rank 0 has logged that."""
     move_to(machines[rank])
     pipe = os.open(fifo, os.O_RDWR)
@@ -408,40 +455,49 @@ def be_late(rank: int, fifo: str, how: str, machines: list[str]) -> tuple[str, i
         else:
             os.write(pipe, b"xx")
 
-    def work() -> int:
-        if rank == 1 and how == "stopped":
+    def hold() -> None:
+        if how == "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
-        elif rank == 1 or (
-            rank == 2 and how == "both locked"
-        ):  # as a pickle, a compiler or `gc.collect` of a large heap
+        else:  # as a pickle, a compiler or `gc.collect` of a large heap
             ctypes.PyDLL(None).read(pipe, ctypes.create_string_buffer(1), 1)
+
+    def work() -> int:
+        if where == "write" and (rank == 1 or (rank == 2 and how == "both locked")):
+            hold()
+        if where != "write":
+            if rank == 1:
+                in_window(where, hold)
+            session.collective.all_gather_distinct(b"x")
         return rank
 
     warned = OnWarning("has not run Python for ", release if rank == 0 else lambda: None)
     with session.operation("save"):
         exchange(session.channel, "agree", lambda: rank, sum)
-        second = int(exchange(session.channel, "write", work, sum))
+        second = int(exchange(session.channel, where, work, sum))
     return warned.seen, first, second
 
 
 @pytest.mark.parametrize(
-    ("how", "machines", "text"),
+    ("how", "where", "machines", "text"),
     [
-        ("locked", ONE_HOST, "is alive, but has not run Python for "),
-        ("locked", TWO_HOSTS, "is alive, but has not run Python for "),
-        ("locked", HOSTS, "is alive, but has not run Python for "),
-        ("both locked", TWO_HOSTS, "is alive, but has not run Python for "),
-        ("stopped", TWO_HOSTS, "is stopped, and has not run Python for "),
-        ("stopped", HOSTS, "is alive, but has not run Python for "),
+        ("locked", "write", ONE_HOST, "is alive, but has not run Python for "),
+        ("locked", "write", TWO_HOSTS, "is alive, but has not run Python for "),
+        ("locked", "write", HOSTS, "is alive, but has not run Python for "),
+        ("both locked", "write", TWO_HOSTS, "is alive, but has not run Python for "),
+        ("stopped", "write", TWO_HOSTS, "is stopped, and has not run Python for "),
+        ("stopped", "write", HOSTS, "is alive, but has not run Python for "),
+        ("locked", "address", ONE_HOST, "is alive, but has not run Python for "),
+        ("stopped", "connect", ONE_HOST, "is stopped, and has not run Python for "),
+        ("locked", "gather", TWO_HOSTS, "is alive, but has not run Python for "),
     ],
 )
 def test_a_rank_that_lives_and_runs_no_python_is_named_and_waited_for(
-    how: str, machines: list[str], text: str, tmp_path: Path
+    how: str, where: str, machines: list[str], text: str, tmp_path: Path
 ) -> None:
     """Of another machine, a rank that runs there tells it, and else the kernel there."""
     fifo = str(tmp_path / "fifo")
     os.mkfifo(fifo)
-    found = run_ranks(be_late, fifo, how, machines, world_size=3, environ=QUIET)
+    found = run_ranks(be_late, fifo, how, where, machines, world_size=3, environ=QUIET)
     assert found[0][0].startswith("rank 1 (host ")
     assert text in found[0][0]
     assert [sums for _, *sums in found] == [[3, 3]] * 3
@@ -643,7 +699,6 @@ def lose_the_bulk_connections(rank: int) -> Any:
     return first, failed, bulk(skip=False), session.collective.generation
 
 
-@pytest.mark.slow
 def test_bulk_connections_that_fail_are_made_anew():
     environ = {"DIST_CKPT_HEARTBEAT_TIMEOUT_S": "1"}
     for first, failed, second, epoch in run_ranks(
@@ -654,35 +709,73 @@ def test_bulk_connections_that_fail_are_made_anew():
         assert epoch <= 1
 
 
-def die_in_the_bulk(rank: int) -> Any:
+def die_in_the_bulk(rank: int, where: str) -> Any:
     session = session_of()
-    save(session, rank)
-    with session.operation("load"):
-        exchange(session.channel, "open", int, len)
-        session.collective.broadcast(b"data")
-        if rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        start = time.monotonic()
-        try:
-            exchange(
-                session.channel,
-                "plan",
-                lambda: len(session.collective.all_gather_distinct(b"x")),
-                sum,
-            )
-        except RankError as error:
-            return type(error).__name__, error.rank, str(error), time.monotonic() - start
-    return None
+    if rank == 1:
+        in_window(where, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    return told_by(lambda: gather(session))
 
 
-def test_a_rank_killed_in_a_bulk_collective_is_named():
-    options = Options(store="launcher", environ=FRAIL)
-    outcomes = try_ranks(die_in_the_bulk, world_size=3, options=options)
+@pytest.mark.parametrize("where", WINDOWS)
+def test_a_rank_killed_in_a_bulk_collective_is_named(where: str) -> None:
+    options = Options(store="launcher", environ=QUIET)
+    outcomes = try_ranks(die_in_the_bulk, where, world_size=3, options=options)
     for rank in (0, 2):
-        name, _, message, seconds = outcomes[rank].value
-        assert name == "RankError"
-        assert "rank 1 (host" in message
-        assert seconds < NOTICED_S
+        assert_told(outcomes[rank], 1, "in phase 'plan' of save")
+
+
+def freeze_in_the_bulk(rank: int) -> Any:
+    """Rank 1 is frozen until the others have given it up."""
+    session = session_of()
+    assert gather(session) == 3
+    pids = [torch.zeros(1, dtype=torch.int64) for _ in range(3)]
+    dist.all_gather(pids, torch.tensor([os.getpid()]))
+    if rank == 1:
+        in_window("gather", lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    first = told_by(lambda: gather(session))
+    if rank == 2:
+        os.kill(int(pids[1].item()), signal.SIGCONT)
+    dist.barrier()
+    return first, gather(session)
+
+
+def test_a_rank_frozen_in_a_bulk_collective_is_named_at_the_limit_of_late_ranks() -> None:
+    environ = {**QUIET, "DIST_CKPT_JOIN_TIMEOUT_S": "8"}
+    found = run_ranks(freeze_in_the_bulk, world_size=3, environ=environ)
+    for (name, who, message, seconds), num_ranks in found:
+        assert (name, who) == ("RankError", 1)
+        assert "is stopped, and has not run Python for " in message
+        assert 7 < seconds < NOTICED_S
+        assert num_ranks == 3
+
+
+BUSY_CONNECT_S = 2.0
+
+
+def be_suspended(rank: int, where: str, folder: str) -> tuple[int, int]:
+    """Rank 1 keeps the others in a bulk collective until the job is suspended and resumed."""
+    gloo.CONNECT_S = BUSY_CONNECT_S
+    session, resumed = session_of(), Path(folder, "resumed")
+
+    def hold() -> None:
+        Path(folder, f"{os.getpid()}.pid").touch()
+        while rank == 1 and not resumed.exists():
+            time.sleep(0.01)
+
+    in_window(where, hold)
+    return gather(session), gather(session)
+
+
+@pytest.mark.parametrize("where", ["address", "gather"])
+def test_a_job_that_is_suspended_in_a_bulk_collective_goes_on(where: str, tmp_path: Path) -> None:
+    """It is suspended for longer than a collective of ranks that run may take."""
+    environ = {**QUIET, "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "1"}
+    suspend = partial(suspend_and_resume, tmp_path, 3, 1.0 + BUSY_CONNECT_S + 0.5)
+    suspender = threading.Thread(target=suspend)
+    suspender.start()
+    found = run_ranks(be_suspended, where, str(tmp_path), world_size=3, environ=environ)
+    suspender.join()
+    assert found == [(3, 3)] * 3
 
 
 def kind_of_channel(rank: int) -> str:

@@ -10,7 +10,6 @@ import pytest
 import torch.distributed as dist
 
 import dist_ckpt as dc
-from dist_ckpt.core.comm import process_group
 from ranks import run_ranks
 
 pytestmark = pytest.mark.multi_process
@@ -18,7 +17,6 @@ pytestmark = pytest.mark.multi_process
 
 def make_without_store(rank: int, number: int) -> str:
     """Stop the launcher, who has the store, then make a saver; return the error."""
-    process_group.CONNECT_S = 0.1
     parent = os.getppid()
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text()
     launcher = min(map(int, children.split()))

@@ -25,10 +25,6 @@ from dist_ckpt.core.runtime.processes import find_process
 from dist_ckpt.core.runtime.threads import DaemonThreads, has_outcome
 from dist_ckpt.settings import UNKNOWN_GROUP_TIMEOUT_S, Settings, launched_world_size
 
-# A bulk collective begins just after an exchange of all ranks: a rank that is missing after
-# `heartbeat_timeout_s` is dead. A busy host needs a moment longer to connect.
-CONNECT_S = 5.0
-
 # Connections and a cached plan are costly, so they are kept; they must not outlive the group.
 _sessions: WeakKeyDictionary[ProcessGroup, Session] = WeakKeyDictionary()
 
@@ -92,10 +88,11 @@ def _create_session(group: ProcessGroup, settings: Settings) -> Session:
     if world_size == 1:
         return Session(SingleProcessChannel(), SingleProcessCollective(), settings, ranks)
     name = group.group_name
-    timeout_s = settings.heartbeat_timeout_s + CONNECT_S
 
     def open_store(part: str) -> Store:
-        return PrefixStore(f"dist_ckpt/{name}/{part}", _connect_to_store(timeout_s))
+        return PrefixStore(
+            f"dist_ckpt/{name}/{part}", _connect_to_store(settings.heartbeat_timeout_s)
+        )
 
     # Torch's stores take bytes as values; its stubs leave them out.
     control = cast(client_thread.Store, open_store("control"))
@@ -106,9 +103,7 @@ def _create_session(group: ProcessGroup, settings: Settings) -> Session:
         location=RankLocation(settings.host or socket.gethostname(), find_process(os.getpid())),
         settings=settings,
     )
-    collective = GlooCollective(
-        lambda: open_store(f"gloo/{channel.token}"), rank, world_size, timeout_s=timeout_s
-    )
+    collective = GlooCollective(open_store, channel, settings)
     return Session(channel, collective, settings, ranks)
 
 

@@ -19,6 +19,7 @@ import functools
 import gc
 import importlib
 import os
+import random
 import selectors
 import shutil
 import signal
@@ -44,6 +45,7 @@ from dist_ckpt.default_opener import OPENER
 from dist_ckpt.reports import LoadReport, SaveReport
 from dist_ckpt.testing import thread_channel
 from dist_ckpt.testing.thread_channel import TEST_CONFIG, ThreadChannel, ThreadCollective
+from exchanges import HANG_S
 from fork_server import forked_python
 
 MAX_OUTPUT_CHARS = 20_000
@@ -136,6 +138,24 @@ def try_ranks(
         return [Outcome(outcome.value, outcome.error) for outcome in outcomes]
     assert not thread_options, thread_options
     return _try_processes(function, args, world_size, options)
+
+
+def suspend_and_resume(folder: Path, num_processes: int, stopped_s: float) -> None:
+    """Stop the processes that show a file PID.pid for a time, and continue them in any order.
+
+    At last the folder has a file "resumed".
+    """
+    until = time.monotonic() + HANG_S
+    while len(pids := [int(file.stem) for file in folder.glob("*.pid")]) < num_processes:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(stopped_s)
+    random.shuffle(pids)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    (folder / "resumed").touch()
 
 
 def raise_first(outcomes: Sequence[Outcome]) -> None:

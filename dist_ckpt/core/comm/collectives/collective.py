@@ -22,7 +22,10 @@ class Transfer(Protocol):
     """Bytes on their way from one rank to another."""
 
     def wait(self) -> None:
-        """Wait until the bytes have arrived or are sent. RankError if the connections fail."""
+        """Wait until the bytes have arrived or are sent. RankError if the connections fail.
+
+        Another thread must watch the other rank: see `Channel.watch`.
+        """
 
 
 class Collective(Protocol):
@@ -30,7 +33,8 @@ class Collective(Protocol):
 
     A call that fails raises RankError, ends the connections, and adds 1 to this rank's
     `generation`, the number of its connections. Before the next call, all ranks must agree on the
-    highest generation over the control channel, and call `renew` with it.
+    highest generation over the control channel, and call `renew` with it. Each call is in an
+    exchange, where ranks that wait see the failure of another.
 
     `calls` counts the calls so far, and the bytes that this rank has sent in them.
     """

@@ -254,8 +254,7 @@ def gather_requests(
 ) -> Mapping[int, RankBlockRequests]:
     """Return the requests of all ranks. Collective: every rank calls this.
 
-    Decode `encoded_requests`. If they are empty, gather the `own` requests of each rank first. If a
-    rank fails before this call, the other ranks wait until gloo's deadline.
+    Decode `encoded_requests`. If they are empty, gather the `own` requests of each rank first.
     """
     if encoded_requests:
         return {
