@@ -356,7 +356,7 @@ def test_a_firewall_that_refuses_is_no_death_while_a_witness_sees_the_process(cl
     assert loss_of(watch) is None
     states[2, 20, 0], ports["there:1"] = "running", False
     for seconds in range(4, 80, 4):  # the witness answers once in a while
-        answers = other if seconds % 16 == 4 else None
+        answers = other if seconds % 16 == 12 else None
         assert pass_time(clock, watch, line, answers) is None
 
 

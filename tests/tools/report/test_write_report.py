@@ -216,6 +216,7 @@ def test_a_run_remembers_how_long_its_saves_took(tmp_path: Path) -> None:
 def test_of_a_save_in_the_background_only_the_trainers_phases_are_a_stall() -> None:
     storage, attempt = MemoryStorage(), parse_attempt("a1-0123456789abcdef")
     assert attempt is not None
+    storage.make_folder("/run")
     seconds = {"ready": 1.0, "agree": 2.0, "stage": 4.0, "claim": 8.0, "write": 16.0}
     put_saved(storage, "/run", (1, attempt), a_report(seconds))
     (times,) = save_times(list_run(storage, "/run", now=0.0).annotations).values()
