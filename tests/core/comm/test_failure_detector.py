@@ -349,6 +349,30 @@ def test_the_port_of_a_process_that_a_witness_has_seen_to_end_is_no_sign_of_life
     assert "is dead or frozen" in str(losses[-1])
 
 
+def test_while_a_witness_looks_the_port_is_not_asked(clock, states, ports):
+    """A process that is stopped has an open port."""
+    line, other = Line(), witness_at(THERE)
+    watch = watch_of(line, witness_at(HERE))
+    line.send(heart_of_a_lone_rank())
+    assert loss_of(watch) is None
+    states[2, 20, 0], ports["there:1"] = "stopped", True
+    assert [pass_time(clock, watch, line, other) for _ in range(10)] == [None] * 10
+    assert watch.find_lateness(1) == "is stopped, and has not run Python for 40 s"
+
+
+def test_the_port_of_a_process_that_hung_when_it_was_last_seen_is_not_asked(clock, states, ports):
+    line, other = Line(), witness_at(THERE)
+    watch = watch_of(line, witness_at(HERE))
+    line.send(heart_of_a_lone_rank())
+    assert loss_of(watch) is None
+    states[2, 20, 0], ports["there:1"] = "running", True
+    assert [pass_time(clock, watch, line, other) for _ in range(10)] == [None] * 10
+    states[2, 20, 0] = "blocked"
+    losses = [pass_time(clock, watch, line, other) for _ in range(2)]
+    losses += [pass_time(clock, watch, line, None) for _ in range(5)]
+    assert "in a call of the kernel that does not return" in str(losses[-1])
+
+
 def test_a_firewall_that_refuses_is_no_death_while_a_witness_sees_the_process(clock, states, ports):
     line, other = Line(), witness_at(THERE)
     watch = watch_of(line, witness_at(HERE))
