@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import posixpath
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -240,15 +239,16 @@ def is_run_folder(storage: Storage, folder: str) -> bool:
 
 
 def _read_all(storage: Storage, root: str, entries: Sequence[Entry]) -> Sequence[RunCheckpoint]:
-    kinds = {f"{root.rstrip('/')}/{entry.name}": entry.kind for entry in entries}
-    folders = [path for path, kind in kinds.items() if kind == "folder"]
-    links = [path for path, kind in kinds.items() if kind == "other" and is_linked_step(path)]
-    paths = [path for path in folders if posixpath.basename(path) not in RESERVED_NAMES]
-    threads = Settings.from_environment().threads
-    infos = [
-        *parallel_for(lambda path: _read_folder(storage, path), paths, threads=threads),
-        *parallel_for(lambda path: _read_linked_step(storage, path), links, threads=threads),
+    found = {
+        f"{root.rstrip('/')}/{e.name}": e.kind for e in entries if e.name not in RESERVED_NAMES
+    }
+    paths = [
+        path
+        for path, kind in found.items()
+        if kind == "folder" or (kind == "other" and is_linked_step(path))
     ]
+    threads = Settings.from_environment().threads
+    infos = parallel_for(lambda path: _read_checkpoint(storage, path), paths, threads=threads)
     return [info for info in infos if info is not None]
 
 

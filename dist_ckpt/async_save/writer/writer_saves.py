@@ -35,7 +35,7 @@ from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
 from dist_ckpt.core.comm.key_value.client_thread import StoreErrorTexts
 from dist_ckpt.core.comm.key_value.key_client import KeyClient
 from dist_ckpt.core.comm.rank_messages import NoAnswerError, RankLocation, describe_error
-from dist_ckpt.core.commit.records.recorded_checks import is_known_damaged
+from dist_ckpt.core.commit.records.recorded_checks import find_recorded_damage
 from dist_ckpt.core.commit.transaction import RankWriteResult, Transaction
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
@@ -286,7 +286,7 @@ class WriterSave:
         staged.staging.await_head_start()
         target = RateLimitedStorage(storage, context.rate_limit) if context.rate_limit else storage
         threads, buffers = context.hello.settings.threads, context.buffers
-        earlier = replace(context.earlier, is_damaged=partial(is_known_damaged, storage))
+        earlier = replace(context.earlier, find_damage=partial(find_recorded_damage, storage))
         part = write_or_link(target, folder, staged.files, earlier, threads=threads, slots=buffers)
         staged.seal_as(self._attempt, part.receipts)
         self._saved = part.saved

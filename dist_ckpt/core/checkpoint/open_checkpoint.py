@@ -15,7 +15,7 @@ from dist_ckpt.core.checkpoint.opener import NATIVE, Opener, UserPath
 from dist_ckpt.core.checkpoint.verify_checkpoint import record_damage
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.commit.records.recorded_checks import (
-    is_known_damaged,
+    find_recorded_damage,
     name_newest_good,
     naming_newest_good,
 )
@@ -381,7 +381,7 @@ class OpenCheckpoint:
         Nothing is linked if the checkpoint is recorded as damaged: a copy checks every byte.
         """
         files = self.index.all_files if files is None else files
-        links = links and not is_known_damaged(self.storage, self.folder, self.index.step)
+        links = links and not find_recorded_damage(self.storage, self.folder, self.index.step)
         with self.handle_damage():
             return link_or_copy_files(
                 self.storage,

@@ -264,7 +264,8 @@ def _find_superseded(
         return ()
     protections = protections_at(storage, path, committed[:-1], now)
     superseded = [attempt for attempt in committed[:-1] if attempt not in protections]
-    if superseded and isinstance(index, Index) and (damage := read_damage(storage, path, index)):
+    key, root = index.key if isinstance(index, Index) else None, path.rpartition("/")[0] or "/"
+    if superseded and key and (damage := read_damage(storage, root, key)):
         names = listed([attempt.name for attempt in superseded])
         _log.warning(
             "%s: %s stays, because %s is damaged: %s. To use the older one, move %s elsewhere",

@@ -20,7 +20,7 @@ from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.attempts import not_found_if_removed
-from dist_ckpt.core.commit.records.recorded_checks import is_known_damaged
+from dist_ckpt.core.commit.records.recorded_checks import find_recorded_damage
 from dist_ckpt.core.commit.transaction import RankWriteResult, Transaction
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.planning.plan import FileReceipt, Inventory
@@ -261,7 +261,7 @@ class _RankWriter:
                 receipts, linked = carried.write(session, storage, folder, step)
             files = replace(files, objects=objects)
         earlier, threads = session.cache(SaveCache).linkable_saves, session.settings.threads
-        linkable = replace(earlier, is_damaged=partial(is_known_damaged, storage))
+        linkable = replace(earlier, find_damage=partial(find_recorded_damage, storage))
         part = write_or_link(
             storage, folder, files, linkable, threads=threads, slots=session.scratch_buffers
         )

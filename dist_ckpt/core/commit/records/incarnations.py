@@ -30,8 +30,9 @@ from dataclasses import dataclass
 
 from dist_ckpt.core.commit import attempts
 from dist_ckpt.core.commit.records.record_store import (
+    check_upgraded,
     find_old_folders,
-    make_record_folders,
+    make_durable_folders,
     put_record,
     read_record,
 )
@@ -214,7 +215,8 @@ def begin_incarnation(
     folder = f"{root}/{INCARNATIONS}"
     own_id = attempts.new_id()
     for _ in range(attempts.MAX_TRIES):
-        make_record_folders(storage, root, folder, with_root=True)
+        check_upgraded(storage, root)
+        make_durable_folders(storage, root, folder)
         newest = newest_incarnation(storage, root)
         if newest is not None and after is not None and newest.number > after:
             raise ConflictError(

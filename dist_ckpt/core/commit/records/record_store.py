@@ -207,27 +207,25 @@ def _read_values(storage: Storage, file: str, unread: StoredAnnotation) -> Store
 # --- write -----------------------------------------------------------------------------------
 
 
-def make_record_folders(
-    storage: Storage, root: str, folder: str, *, with_root: bool = False
-) -> None:
+def make_record_folders(storage: Storage, root: str, folder: str) -> None:
     """Make a folder in the root and its missing parents. Their names are durable on return.
 
     IncompatibleError if the root has old records and needs an upgrade. NotFoundError if the root
-    does not exist, unless it is made too, `with_root`: it was moved or removed just now.
+    does not exist: it was moved or removed just now.
     """
     check_upgraded(storage, root)
     try:
-        make_durable_folders(storage, root, folder, with_root=with_root)
+        make_durable_folders(storage, root, folder, within=root)
     except FileNotFoundError as error:
         raise NotFoundError(f"{root} was moved or removed: find it, then try again") from error
 
 
 def make_durable_folders(
-    storage: Storage, root: str, folder: str, *, with_root: bool = True
+    storage: Storage, root: str, folder: str, *, within: str | None = None
 ) -> None:
-    """Do the same without a check for old records. Only an upgrade calls this."""
+    """Do the same without these checks. `within` is as in `make_folders`."""
     new_folders: list[str] = []
-    attempts.make_folders(storage, folder, new_folders, within=None if with_root else root)
+    attempts.make_folders(storage, folder, new_folders, within=within)
     # Also sync folders that exist: the process that made them may have died before its own sync.
     parents = map(str, PurePosixPath(folder).parents)
     below = {parent for parent in parents if parent.startswith(root)}

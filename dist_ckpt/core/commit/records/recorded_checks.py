@@ -106,7 +106,7 @@ def record_check(storage: Storage, path: str, index: Index, level: str, damage: 
             or not (can_keep_records(storage, root) or (damage and _has_more(storage, root)))
         ):
             return
-        known = _find_damage(storage, root, key)
+        known = read_damage(storage, root, key)
         if level == _FULL or known is None or bool(known) != bool(damage):
             put_check(storage, root, key, level, damage)
     except (CheckpointError, OSError) as error:
@@ -160,29 +160,21 @@ def naming_newest_good(storage: Storage, path: str) -> Iterator[None]:
         raise
 
 
-def is_known_damaged(storage: Storage, folder: str, step: int | None) -> bool:
-    """Return True if the attempt in a folder is recorded as damaged. False after an error."""
-    return find_recorded_damage(storage, folder, step) != ""
-
-
-def read_damage(storage: Storage, path: str, index: Index) -> str:
-    """Return the recorded damage of the checkpoint at a path, or "". Raises StorageError."""
-    root, key = path.rpartition("/")[0] or "/", index.key
-    return "" if key is None else _find_damage(storage, root, key) or ""
-
-
 def find_recorded_damage(storage: Storage, folder: str, step: int | None) -> str:
     """Return the recorded damage of the attempt in a folder; "" if there is none, or an error."""
     path, _, name = folder.rpartition("/")
     attempt = parse_attempt(name)
     with suppress(CheckpointError, OSError):
         if step is not None and attempt is not None:
-            return _find_damage(storage, path.rpartition("/")[0] or "/", (step, attempt)) or ""
+            return read_damage(storage, path.rpartition("/")[0] or "/", (step, attempt)) or ""
     return ""
 
 
-def _find_damage(storage: Storage, root: str, key: CheckpointKey) -> str | None:
-    """Return the recorded damage of a checkpoint, "" if it is whole, and None without a check."""
+def read_damage(storage: Storage, root: str, key: CheckpointKey) -> str | None:
+    """Return the recorded damage of a checkpoint, "" if it is whole, and None without a check.
+
+    Raises StorageError.
+    """
     result = newest_checks(read_annotations_of(storage, root, *key)).get(key)
     return None if result is None else result.damage
 

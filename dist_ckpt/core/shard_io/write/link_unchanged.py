@@ -73,12 +73,12 @@ class SavedPart:
 class LinkableSaves:
     """The last committed saves of a process, the oldest first. `number` counts all its saves.
 
-    `is_damaged` gets a folder and a step. Files of a damaged save are not linked.
+    `find_damage` gets a folder and a step. Files of a damaged save are not linked.
     """
 
     saves: tuple[SavedFiles, ...] = ()
     number: int = 0
-    is_damaged: Callable[[str, int | None], bool] = lambda folder, step: False
+    find_damage: Callable[[str, int | None], str] = lambda folder, step: ""
 
     def names(self) -> set[str]:
         """Return the names of files that at least two saves have: only these may be linked."""
@@ -156,7 +156,7 @@ def _link_file(
                 if file.num_links >= MAX_SHARED:
                     return None
                 last_read_back = _check_file(file, path, saved, wanted, earlier.number, threads)
-            if earlier.is_damaged(saved.folder, saved.step):
+            if earlier.find_damage(saved.folder, saved.step):
                 _log.warning("%s is written again, as its checkpoint is recorded as damaged", path)
                 return None
         except FileNotFoundError:  # the older save was pruned: try the newer one
