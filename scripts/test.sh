@@ -15,7 +15,7 @@ scripts/setup_venv.sh
 bin=.venv${TORCH:+-torch-"$TORCH"}/bin
 if [ -z "${TORCH:-}" ]; then
     scripts/lint.sh
-    "$bin/mypy"
+    [ -z "$*" ] || [ "$*" = --long ] || "$bin/mypy"
 fi
 options=()
 documents=(docs from_other_systems launch launch_nodes scripts site tutorial types)
@@ -42,4 +42,14 @@ esac
 # All tests, in rows that run at once: see tests/helpers/ranks/rows.py. Threads of torch's that wait by
 # turning take the cores from each other.
 export OMP_NUM_THREADS=1
-exec "$bin/python" -m pytest --rows "${options[@]}"
+if [ -n "${TORCH:-}" ]; then exec "$bin/python" -m pytest --rows "${options[@]}"; fi
+# Types are checked beside the tests, which often wait.
+types=$(mktemp)
+nice "$bin/mypy" >"$types" 2>&1 &
+checker=$!
+trap 'kill "$checker" 2>/dev/null || true; rm -f "$types"' EXIT
+code=0
+"$bin/python" -m pytest --rows "${options[@]}" || code=$?
+wait "$checker" || code=$?
+cat "$types"
+exit "$code"

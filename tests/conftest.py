@@ -56,12 +56,14 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is long."""
-    if not config.getoption("--long"):
-        skip = pytest.mark.skip(reason="long: it runs with --long")
-        for item in items:
-            if item.get_closest_marker("long"):
-                item.add_marker(skip)
+    """Leave out what is long, and of all tests what other days sample."""
+    if config.getoption("--long"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("long")]
+    if config.getoption("--rows"):
+        left_out += long_mode.items_of_other_days(items)
+    for item in left_out:
+        item.add_marker(pytest.mark.skip(reason="long: it runs with --long"))
 
 
 @pytest.hookimpl(tryfirst=True)

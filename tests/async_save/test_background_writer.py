@@ -56,7 +56,7 @@ from staged_saves import (
     writers,
 )
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.multi_process, pytest.mark.sampled(2), pytest.mark.timeout(120)]
 
 ALONE = ("", 0, b"")
 SHAPES = {"w": (12, 40), "v": (700, 600)}

@@ -245,6 +245,7 @@ def test_a_contender_that_never_ends_is_ended_at_the_deadline(tmp_path: Path) ->
 
 @multi_process
 @slow
+@pytest.mark.sampled(5)
 def test_what_a_contender_started_is_ended_with_it(tmp_path: Path) -> None:
     with Pools(tmp_path, [Founder()], deadline_s=60) as pools:
         pools.call(1, "hold", SPEC)

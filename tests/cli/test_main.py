@@ -93,6 +93,7 @@ def test_a_reader_that_goes_away_ends_it_quietly_and_well(checkpoint, words):
 
 
 @pytest.mark.multi_process
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("words", "redirected", "code", "told"),
     [

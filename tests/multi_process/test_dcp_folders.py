@@ -22,7 +22,7 @@ from dist_ckpt.interop.dcp.adapter import load
 from long_mode import sampled_params
 from ranks import run_ranks
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.sampled(3)]
 
 WHOLE = torch.arange(63.0).view(9, 7)
 

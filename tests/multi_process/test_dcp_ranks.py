@@ -23,7 +23,7 @@ from dist_ckpt.interop.dcp.adapter import StorageReader, StorageWriter
 from ranks import run_ranks
 from torch_can import save_by_dcp_without_collectives
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.sampled(3)]
 
 WHOLE = torch.arange(48.0).view(8, 6)
 

@@ -26,7 +26,7 @@ from dist_ckpt.interop.dcp.adapter import DcpLoadReport, StorageReader, StorageW
 from ranks import Options, run_ranks, try_ranks
 from torch_can import save_by_dcp_without_collectives
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.sampled(3)]
 
 RANKS = 4
 SHAPE = (1024, 768)

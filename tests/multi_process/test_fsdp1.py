@@ -39,7 +39,7 @@ from dist_ckpt.core.runtime.torch_private import ShardedTensor
 from long_mode import sample
 from ranks import run_ranks
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.sampled(3)]
 
 CPU = torch.device("cpu")
 # How the model is cut: by FSDP1 with a strategy and `use_orig_params`, or otherwise.

@@ -161,6 +161,7 @@ assert os.listdir(f"/dev/shm/dist_ckpt-{os.geteuid()}") == []
 """
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("unshare") is None,
     reason="only root can give a folder away, and mount",

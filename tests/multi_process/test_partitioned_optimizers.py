@@ -16,7 +16,7 @@ import dist_ckpt as dc
 from ranks import run_ranks
 from wrapped_optimizers import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.sampled(3)]
 
 
 def make_model() -> nn.Sequential:

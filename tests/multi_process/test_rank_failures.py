@@ -333,6 +333,7 @@ def assert_all_told(name: str, values: list[Any], path: str) -> None:
     assert_stands(path, 3)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_all_ranks_are_told_the_same_of_one_that_fails_and_they_go_on(name, tmp_path):
     path = str(tmp_path / "ck")
@@ -762,6 +763,7 @@ def fail_to_load(rank: int, name: str, path: str) -> Any:
     return error, changed, len(taker.given)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", LOADS)
 def test_all_ranks_are_told_the_same_of_one_that_cannot_load(name, tmp_path):
     path, case = str(tmp_path / "ck"), LOADS[name]

@@ -21,7 +21,7 @@ from dist_ckpt.core.comm.collectives.host_links import HostLinks
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from ranks import Options, run_ranks, try_ranks
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.sampled(2)]
 
 RANKS = 4
 SILENCE_S = 6

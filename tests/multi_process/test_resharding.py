@@ -36,7 +36,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return paths
 
 
-@pytest.mark.parametrize("cut", sampled_params([*CUTS], 2))
+@pytest.mark.parametrize("cut", sampled_params([*CUTS], 4))
 def test_what_any_layout_saved_loads_to_the_last_bit_into(cut, saved):
     for found in run_ranks(load_each, cut, saved, world_size=CUTS[cut]):
         assert found == {source: [] for source in CUTS}

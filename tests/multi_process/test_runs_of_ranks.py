@@ -29,7 +29,7 @@ from ranks import Options, Outcome, run_ranks, try_ranks
 from run_training import Told, clear_memory, fresh, keeper_of, steps_at, steps_in, train
 from tests.multi_process.test_background_saves import CALM
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.sampled(2)]
 
 # What a rank that does otherwise costs the others; a hang would take `CALM`'s silence and more.
 # Before any of PATIENT is over; the ranks hang if it is not met.

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -56,7 +57,38 @@ def test_a_sample_is_never_empty(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [one for one in long_mode.sampled_params([0, 1], 9) if not one.marks]
 
 
+class Item:
+    """What a sample looks at in a collected test."""
+
+    def __init__(self, file: str, *arguments: object) -> None:
+        self.path = Path(file)
+        self._arguments = arguments
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        """Return the mark, if the test has it."""
+        return getattr(pytest.mark, name)(*self._arguments).mark if self._arguments else None
+
+
+def test_every_marked_test_of_a_file_is_sampled_on_one_of_as_many_days_as_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_files = [[Item(file, 3) for _ in range(6)] for file in ("a", "b")]
+    plain = Item("a")
+    pages = [Item("c", 3, number // 2) for number in range(6)]
+    items = [plain, *of_files[0], *of_files[1], *pages]
+    run: list[Item] = []
+    for day in range(739_900, 739_903):
+        monkeypatch.setattr(long_mode, "DAY", day)
+        other = [*long_mode.items_of_other_days(cast(list[pytest.Item], items))]
+        assert plain not in other
+        assert all(len({*of_file} - {*other}) == 2 for of_file in of_files)
+        assert [item in other for item in pages[::2]] == [item in other for item in pages[1::2]]
+        run += [item for item in items if item not in other and item is not plain]
+    assert len(run) == len({*run}) == 18
+
+
 @pytest.mark.multi_process
+@pytest.mark.sampled(5)
 def test_tests_of_signals_pass_where_the_starter_ignores_and_blocks_them() -> None:
     done = subprocess.run(
         [

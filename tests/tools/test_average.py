@@ -21,6 +21,7 @@ from dist_ckpt.testing.thread_channel import TEST_CONFIG
 from dist_ckpt.tools.average import mean
 from dist_ckpt.tools.average.average import AverageCall, average_together
 from dist_ckpt.tools.average.checkpoint_selection import AverageOptions
+from long_mode import sampled_calls
 from ranks import Outcome, try_ranks
 from sharded_checkpoints import blocks_of
 
@@ -415,9 +416,8 @@ def test_an_average_that_crashes_anywhere_is_there_whole_or_not_at_all(ranks):
 
 @pytest.mark.parametrize(("ranks", "done"), [(1, False), (1, True), (2, False)])
 def test_an_error_at_any_call_of_the_targets_storage_is_raised_on_all_ranks(ranks, done):
-    sources, number = in_memory(), 0
-    while True:
-        number += 1
+    sources = in_memory()
+    for number in sampled_calls(4):
         storage = MemoryStorage({"/runs": None})
         faulty = FaultyStorage(storage, fail_at_call=number, done=done)
         outcomes = try_average(["/runs/1", "/runs/2"], ranks, shared_storage(faulty), sources)

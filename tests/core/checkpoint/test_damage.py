@@ -183,6 +183,7 @@ def row_of(shard: Any, at: int) -> int:
     return int((shard.cell.start + number) // inner)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [*READ, *UNREAD])
 def test_a_flipped_bit_of_any_file_is_reported_by_verify(made: Path, name: str) -> None:
     file = made / name
@@ -211,6 +212,7 @@ def cuts_of(nbytes: int) -> list[int]:
     return sorted({0, 1, 7, 8, 9, nbytes // 2, 4095, 4096, 4097, nbytes - 1} & set(range(nbytes)))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [*READ, *UNREAD])
 def test_every_truncation_is_reported(folder: Path, name: str) -> None:
     file = folder / name
@@ -229,6 +231,7 @@ def test_every_truncation_is_reported(folder: Path, name: str) -> None:
                 assert {problem.file for problem in report.problems} == {name}, size
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [*READ, *UNREAD])
 @pytest.mark.parametrize("more", [b"\0", b"\n", b" " * 4096], ids=["zero", "newline", "page"])
 def test_every_extension_is_reported(folder: Path, name: str, more: bytes) -> None:

@@ -330,6 +330,7 @@ def _files(ids: FixedIds, what: str) -> Files:
 LARGE = ("two savers and a claim", "two overwriters and a deleter", "two savers, every call")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.long] * (n in LARGE)) for n in SCENARIOS]
 )

@@ -508,6 +508,7 @@ def _is_of_no_effect(call: Call) -> bool:
 LARGE = ("a late writer and a new start", "starts at once", "two late writers")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.long] * (n in LARGE)) for n in SCENARIOS]
 )
@@ -631,6 +632,7 @@ def pruners_look_for_newer_starts_and_then_for_holds(patch: pytest.MonkeyPatch) 
     patch.setattr(protection_protocol, "remove_if_unprotected", look_first)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("mistake", "name", "told"),
     [

@@ -174,6 +174,7 @@ def test_the_protocol_never_loses_what_is_held() -> None:
     assert num_states > 20_000
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "fault",
     [

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from datetime import date
 from itertools import count
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -47,6 +48,20 @@ def sampled_params(values: Sequence[object], step: int) -> list[ParameterSet]:
         )
         for number, value in enumerate(values)
     ]
+
+
+def items_of_other_days(items: Sequence[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yield what the mark `sampled(step)` leaves to other days: of a file each `step`-th test runs.
+
+    Tests that belong together, as one needs the other, have a second argument in common.
+    """
+    files: dict[Path, dict[object, int]] = {}
+    for item in items:
+        if (mark := item.get_closest_marker("sampled")) is not None:
+            step, group = (*mark.args, item)[:2]
+            numbers = files.setdefault(item.path, {})
+            if (numbers.setdefault(group, len(numbers)) - DAY) % step:
+                yield item
 
 
 def first(values: Sequence[object], step: int) -> int:

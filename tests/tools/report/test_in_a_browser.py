@@ -13,7 +13,7 @@ import dist_ckpt as dc
 from browser import NAMES, Browser, a_browser, find_browser
 from dist_ckpt.tools.report.write_report import write_report
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.sampled(2)]
 
 HOSTILE = "</script><script>alert(1)</script>"
 
