@@ -6,7 +6,7 @@ import subprocess
 import sys
 from itertools import islice
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import pytest
 
@@ -72,14 +72,14 @@ class Item:
 def test_every_marked_test_of_a_file_is_sampled_on_one_of_as_many_days_as_the_step(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    of_files = [[Item(file, 3) for _ in range(6)] for file in ("a", "b")]
-    plain = Item("a")
-    pages = [Item("c", 3, number // 2) for number in range(6)]
+    of_files: list[list[Any]] = [[Item(file, 3) for _ in range(6)] for file in ("a", "b")]
+    plain: Any = Item("a")
+    pages: list[Any] = [Item("c", 3, number // 2) for number in range(6)]
     items = [plain, *of_files[0], *of_files[1], *pages]
-    run: list[Item] = []
+    run = []
     for day in range(739_900, 739_903):
         monkeypatch.setattr(long_mode, "DAY", day)
-        other = [*long_mode.items_of_other_days(cast(list[pytest.Item], items))]
+        other = [*long_mode.items_of_other_days(items)]
         assert plain not in other
         assert all(len({*of_file} - {*other}) == 2 for of_file in of_files)
         assert [item in other for item in pages[::2]] == [item in other for item in pages[1::2]]
