@@ -6,8 +6,9 @@ import datetime
 import os
 import re
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import safetensors
@@ -20,10 +21,16 @@ import numpy as np
 import torch
 
 import dist_ckpt as dc
+from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.format.filenames import parse_attempt
+from dist_ckpt.core.saving.save import save_together
+from dist_ckpt.core.saving.save_options import SaveOptions
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
+from dist_ckpt.core.storage.storage_wrappers import ForwardingStorage
 from ranks import save_on_threads
 from sharded_checkpoints import RANKS, random_tensors, rank_state
+
+T = TypeVar("T")
 
 
 def data_files(path: Path) -> dict[str, bytes]:
@@ -61,6 +68,28 @@ def test_the_report_says_what_was_saved(tmp_path: Path) -> None:
     assert set(report.seconds) == {"agree", "write", "clean up"}
     assert all(seconds >= 0 for seconds in report.seconds.values())
     assert (report.slowest_rank, report.slowest_s >= 0) == (0, True)
+
+
+def test_a_small_save_calls_the_storage_seldom(tmp_path: Path) -> None:
+    """On a network mount each call is a round trip. More calls need a reason: then raise these."""
+    calls: list[str] = []
+
+    class Listed(ForwardingStorage):
+        def make_call(self, label: str, act: Callable[[], T], **options: Any) -> T:
+            calls.append(label)
+            return act()
+
+        def close(self, act: Callable[[], None]) -> None:
+            calls.append("close")
+            super().close(act)
+
+    state, path = {"w": torch.ones(3)}, f"{tmp_path}/ck"
+    session, storage = session_of(None), Listed(LocalStorage())
+    save_together(session, state, path, SaveOptions(), storage)
+    first = len(calls)
+    save_together(session, state, path, SaveOptions(overwrite=True), storage)
+    assert first <= 34, calls[:first]
+    assert len(calls) - first <= 46, calls[first:]
 
 
 def test_metadata_comes_back_with_its_types(tmp_path: Path) -> None:
