@@ -1,6 +1,6 @@
 """Jobs of thousands of ranks of which one is real: what the others would send is made up.
 
-The inventories are those that `local_state.take` makes of a transformer with AdamW under FSDP2,
+The inventories are those that `build_inventory` makes of a transformer with AdamW under FSDP2,
 HSDP, tensor parallelism and so on; the coordinator that gets them is the real one.
 """
 

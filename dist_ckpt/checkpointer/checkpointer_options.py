@@ -10,14 +10,13 @@ from typing import Literal
 from dist_ckpt.async_save.async_saver import open_root
 from dist_ckpt.checkpointer.save_policy import SavePolicy
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
-from dist_ckpt.core.format.index.model_description import check_description
 from dist_ckpt.core.loading.load_options import LoadOptions, Sources, parse_sources, sources_text
 from dist_ckpt.core.planning.name_selection import parse_patterns
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.arguments import LEAST_POSITIVE, check_flag, check_number, check_whole
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.saving.attachments import Attachments
-from dist_ckpt.core.saving.save_options import CheckReplicas, check_replicas_option
+from dist_ckpt.core.saving.save_options import CheckReplicas, SaveOptions
 from dist_ckpt.runs.retention_policy import RetentionPolicy
 
 # A lock accepts no longer timeout. Without this check the error would come when the run must stop.
@@ -84,6 +83,19 @@ class RunOptions:
             record_check=record_check,
         )
 
+    def save_options(self) -> SaveOptions:
+        """Return the options of all saves of the run: a save adds its step."""
+        return SaveOptions(
+            sharding=self.sharding,
+            include=self.include,
+            exclude=self.exclude,
+            include_frozen=self.include_frozen,
+            config=self.config,
+            kind=self.kind,
+            link_unchanged=self.link_unchanged,
+            check_replicas=self.check_replicas,
+        )
+
     def check(self) -> None:
         """Raise TypeError or ValueError for invalid options."""
         if not isinstance(self.save, SavePolicy):
@@ -93,7 +105,6 @@ class RunOptions:
         if self.keep is not None and not isinstance(self.keep, RetentionPolicy):
             raise TypeError(f"keep={self.keep!r}: give policies such as dc.keep.last(3), or None")
         self._check_flags()
-        check_description(None, self.config, self.kind)
         must_match = self.config_must_match
         if isinstance(must_match, str) or not all(type(pattern) is str for pattern in must_match):
             raise TypeError(
@@ -114,8 +125,7 @@ class RunOptions:
             raise TypeError(f"attach={self.attach!r}: give a function of the step, or None")
 
     def _check_flags(self) -> None:
-        self.load_options().selection()
-        check_replicas_option(self.check_replicas)
+        self.save_options().check()
         for name in ("must_exist", "read_only", "background", "init_strict", "free_first"):
             check_flag(name, getattr(self, name))
         if self.init is not None:

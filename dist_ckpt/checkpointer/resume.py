@@ -1,9 +1,9 @@
 """Start or resume a run: select the restore point, load it, record the incarnation.
 
 The restore point is the newest committed checkpoint that is not orphaned, or a newer save in
-memory. Only a damaged checkpoint is skipped, after a second read past the page cache: a temporary
-error of the storage must not roll a run back. The incarnation is recorded after its state is
-loaded, before its first save. The saved configuration is compared with the run's configuration.
+memory. A checkpoint is skipped only if it is still damaged in a second read, past the page cache. A
+temporary error of the storage must not roll a run back. The incarnation is recorded after its state
+is loaded, before its first save. The saved configuration is compared with that of the run.
 """
 
 from __future__ import annotations
@@ -190,9 +190,7 @@ class Resume:
         usable = listing.usable if at is None else (select(listing, at),)
         skipped = self._find_damaged(listing, usable) if at is None else ()
         # A damaged one may have been repaired since: it is the last resort.
-        damaged = [
-            checkpoint for checkpoint in listing.not_orphaned if checkpoint.damage is not None
-        ]
+        damaged = [info for info in listing.not_orphaned if info.damage is not None]
         candidates = tuple(
             _RestorePoint(checkpoint.step, checkpoint.path, checkpoint.attempt)
             for checkpoint in (*reversed(usable), *(reversed(damaged) if at is None else ()))

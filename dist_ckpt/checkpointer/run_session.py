@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 
@@ -36,7 +36,7 @@ from dist_ckpt.core.comm.rank_messages import Failure, build_error, describe_err
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.saving.save import save_together
-from dist_ckpt.core.saving.save_options import SaveOptions, need_no_room
+from dist_ckpt.core.saving.save_options import need_no_room
 from dist_ckpt.core.state.tree.containers import MutableState, State
 from dist_ckpt.core.storage import open_storage, real_path
 from dist_ckpt.errors import CheckpointError, ConflictError, RankError, UnequalReplicasError
@@ -125,25 +125,16 @@ class RunSaves:
         self._num_failures += 1
         if self.maintenance is not None:
             self.maintenance.report_failure(step, error)
-        options = self.options
-        if options.on_failure == "raise" or self._num_failures > options.max_failures:
+        if self.options.on_failure == "raise" or self._num_failures > self.options.max_failures:
             raise error
 
     def _start(self, step: int, state: State, boundary: int, is_urgent: Callable[[], bool]) -> None:
-        options = self.options
-        attach = options.attach if self.session.channel.rank == COORDINATOR else None
-        save_options = SaveOptions(
+        attach = self.options.attach if self.session.channel.rank == COORDINATOR else None
+        options = replace(
+            self.options.save_options(),
             step=step,
-            sharding=options.sharding,
             overwrite=step in self._begun,
-            include=options.include,
-            exclude=options.exclude,
-            include_frozen=options.include_frozen,
-            config=options.config,
-            kind=options.kind,
             attach=None if attach is None else partial(attach, step),  # called during the save
-            link_unchanged=options.link_unchanged,
-            check_replicas=options.check_replicas,
             incarnation=self.incarnation,
             boundary=boundary,
             is_urgent=is_urgent,
@@ -155,11 +146,11 @@ class RunSaves:
             self._earlier = [save for save in (*self._earlier, self._handle) if not save.done()]
         self._handle, self._has_failed = None, True
         if self.saver is not None:
-            self._handle = self.saver.save_with(state, path, save_options)
+            self._handle = self.saver.save_with(state, path, options)
             if self.maintenance is not None:
                 self.maintenance.follow(self._handle)
         else:
-            report = save_together(self.session, state, path, save_options)
+            report = save_together(self.session, state, path, options)
             if self.maintenance is not None:
                 self.maintenance.add_committed(report)
         self._has_failed = False
@@ -321,16 +312,9 @@ class RunSession:
         self._is_state_checked = True
         if self.saves.num_begun:
             return
-        options = self.options
-        save_options = SaveOptions(
-            sharding=options.sharding,
-            include=options.include,
-            exclude=options.exclude,
-            include_frozen=options.include_frozen,
-        )
         with suppress(CheckpointError, RuntimeError):  # of code that may be ready at the save
             try:
-                save_options.read_rank(self.session, make_state())
+                self.options.save_options().read_rank(self.session, make_state())
             except (TypeError, ValueError) as error:
                 kind, rank = describe_error(error, "save").kind, self.session.channel.rank
                 text = f"rank {rank}: the state of step {step} cannot be saved: {error}"

@@ -182,11 +182,12 @@ class Run:
     ) -> list[Decision]:
         """Remove the checkpoints that no rule and no protection keeps; return each with reasons.
 
-        A checkpoint without reasons is removed, unless this is a `dry_run`. The newest is never
-        removed, nor the newest that passes a quick check, nor the newest that was checked in full,
-        nor a pinned, tagged or leased one. Checkpoints that are recorded as damaged do not count,
-        and are removed only with `damaged`. With `among`, checkpoints that an earlier dry run
-        returned, all others stay. NotFoundError if a rule names a metric that no checkpoint has.
+        A checkpoint without reasons is removed, unless this is a `dry_run`. Never removed are
+        pinned, tagged and leased checkpoints, the newest, the newest that passes a quick check, and
+        the newest that was checked in full. Checkpoints with recorded damage do not count as the
+        newest, and are removed only with `damaged`. `among` are checkpoints that an earlier dry run
+        returned: then all others stay. NotFoundError if a rule names a metric that no checkpoint
+        has.
         """
         if not isinstance(keep, RetentionPolicy):
             raise TypeError(f"keep={keep!r}: give a policy such as dc.keep.last(3)")

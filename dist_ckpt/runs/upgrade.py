@@ -106,9 +106,9 @@ def plan_upgrade(storage: Storage, root: str, *, dry_run: bool = False) -> Upgra
 def upgrade(storage: Storage, root: str) -> UpgradePlan:
     """Convert the old folders of a root; return what was converted. One process calls it.
 
-    On return it is durable. If it is killed, or raises a StorageError, call it again. Raises what
-    `plan_upgrade` does before anything is changed. End the jobs that are alive in the plan first:
-    with its next record such a job makes the old folders again, and newer jobs are refused again.
+    First end the jobs that are alive in the plan: the next record of such a job creates the old
+    folders again, and newer jobs are refused again. On return the upgrade is durable. If the call
+    is killed, or raises a StorageError, repeat it. Raises the errors of `plan_upgrade` first.
     """
     plan = plan_upgrade(storage, root, dry_run=True)
     for above in _list_roots(root, storage.list(root)):

@@ -108,10 +108,10 @@ def verify(
     the objects files and the attached files. "full" also checks every byte of every shard. A
     damaged checkpoint is a report, not an error. Raises NotFoundError if there is none, and
     IncompatibleError if a newer dist_ckpt wrote it. `path` may be a selector, such as
-    "runs/a@latest". In a run, a full check without problems is recorded, and any damage after a
-    second read: also of other checkpoints that have a damaged file under a link. With
-    `record=False` nothing is recorded. `dist-ckpt verify` of a run's folder checks each checkpoint
-    in it.
+    "runs/a@latest". `dist-ckpt verify` of a run's folder checks each checkpoint in it.
+
+    In a run, a full check without problems is recorded. Damage is recorded after a second read,
+    also in other checkpoints that link to the damaged file. With `record=False` nothing is.
     """
     if level not in ("full", "quick"):
         raise ValueError(f'level={level!r}: give "full" or "quick"')
@@ -463,7 +463,7 @@ class _VerifyRun:
         rows: ByteRange | None = None,
         is_damage: bool = True,
     ) -> Problem:
-        """Add a problem, and return it. Of errors, only a CorruptError is damage."""
+        """Add a problem, and return it. An error is damage only if it is a CorruptError."""
         is_damage = is_damage and isinstance(what, str | CorruptError)
         is_unread = isinstance(what, StorageError)
         problem = Problem(file, rank, tensor, rows, str(what), is_damage, is_unread=is_unread)

@@ -133,7 +133,7 @@ def list_folders(storage: Storage, root: str) -> list[str]:
 
 
 def list_readable_folders(storage: Storage, root: str) -> list[str]:
-    """Return what `list_folders` returns, and the linked steps that are read."""
+    """Return the result of `list_folders`, and the linked steps that are read."""
     links = [
         f"{root.rstrip('/')}/{entry.name}"
         for entry in list_entries(storage, root)

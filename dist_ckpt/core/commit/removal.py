@@ -201,7 +201,7 @@ def list_garbage(storage: Storage, path: str, *, grace_s: float, now: float) -> 
 def _find_garbage(
     storage: Storage, path: str, grace_s: float, clock: Callable[[Storage, str], float]
 ) -> tuple[list[str], list[tuple[Attempt, AttemptState]]]:
-    """Return the temporary files of a root's id, and the attempts, that nobody needs any more."""
+    """Return the temporary files of a root's id, and the attempts, that are not needed any more."""
     attempts = list_statuses(storage, path)
     superseded = _find_superseded(storage, path, attempts, clock)
     entries = list_entries(storage, path)

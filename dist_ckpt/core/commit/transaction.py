@@ -271,8 +271,7 @@ class Transaction:
             elif differing := find_unequal_groups(receipts):
                 writing.decide(WriteDecision(tuple(differing), None))
             else:
-                plan_receipts = partial(to_plan_ranks, receipts)
-                self._commit_and_answer(writing, encoded_catalog, fields, receipts, plan_receipts)
+                self._commit_and_answer(writing, encoded_catalog, fields, receipts, to_plan_ranks)
         answer = writing.result(WriteDecision)
         if answer.decision is not None:
             return answer.decision
@@ -290,7 +289,7 @@ class Transaction:
         encoded_catalog: EncodedCatalog,
         fields: IndexFields,
         receipts: Sequence[Receipt],
-        plan_receipts: Callable[[], Sequence[Receipt]],
+        to_plan_ranks: Callable[[Sequence[Receipt]], Sequence[Receipt]],
     ) -> None:
         """Check the receipts and the files, commit, and answer. Coordinator only."""
         assert self._claim is not None
@@ -301,7 +300,8 @@ class Transaction:
             file_sizes(receipts),
             timeout_s=self._settings.visibility_timeout_s,
         )
-        index = fields.build_index(self.attempt.name, encoded_catalog.catalog, plan_receipts())
+        plan_receipts = to_plan_ranks(receipts)
+        index = fields.build_index(self.attempt.name, encoded_catalog.catalog, plan_receipts)
         slowest_rank, slowest_s = find_slowest([receipt.seconds for receipt in receipts])
         linked = reduce(IoCount.plus_all, (IoCount(*receipt.linked) for receipt in receipts))
         decision = _build_decision(index, slowest_rank, slowest_s, linked)

@@ -48,8 +48,8 @@ from dist_ckpt.core.state.binding.sources.saved_tree import (
     SavedTree,
     Scope,
     Scopes,
-    add_source_number,
-    split_source_number,
+    split_source,
+    with_source,
 )
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.state.tree.state_tree import without_frozen
@@ -304,7 +304,7 @@ def _list_saved_names(sources: ResolvedSources, saved: SavedTree) -> Sequence[st
     if not saved.origins:
         return sources.names
     numbered = enumerate(sources.checkpoints)
-    return [add_source_number(number, name) for number, source in numbered for name in source.names]
+    return [with_source(number, name) for number, source in numbered for name in source.names]
 
 
 def split_requests(wanted: Iterable[TensorRequest], saved: SavedTree) -> list[list[TensorRequest]]:
@@ -313,7 +313,7 @@ def split_requests(wanted: Iterable[TensorRequest], saved: SavedTree) -> list[li
         return [[*wanted]]
     requests: list[list[TensorRequest]] = [[] for _ in saved.origins]
     for request in wanted:
-        number, fqn = split_source_number(request.fqn)
+        number, fqn = split_source(request.fqn)
         requests[number].append(request._replace(fqn=fqn))
     return requests
 
@@ -344,7 +344,7 @@ def plan_and_open(
             return opened
         for file, items in plan.items():
             all_plans[first + file] = tuple(
-                replace(i, fqn=add_source_number(number, i.fqn)) for i in items
+                replace(i, fqn=with_source(number, i.fqn)) for i in items
             )
             all_files[first + file] = opened.files[file]
         first += len(index.files)

@@ -197,7 +197,7 @@ class _DamagedInMemoryError(Exception):
     """Data from the memory of a host is damaged, but the storage has the data too.
 
     The cause has the details. All ranks raise this error, so all ranks load again from the storage.
-    After the check each rank knows if any rank reads from memory.
+    `LoadDecision.from_memory` is True on all ranks if any rank reads from memory.
     """
 
 

@@ -20,7 +20,7 @@ from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Index, Key
 from dist_ckpt.core.loading.load_options import ReadOnce
 from dist_ckpt.core.loading.shared_read.shared_read_group import find_shared_requests
-from dist_ckpt.core.planning.name_selection import find_common_pattern_problems
+from dist_ckpt.core.planning.name_selection import find_common_problems
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.state.binding.bind import unexpected_problem
 from dist_ckpt.core.state.tensors.plain_torch import make_torch_value
@@ -270,7 +270,7 @@ def _check_fits(
     With `strict`, unexpected names and patterns that match nothing are problems too.
     """
     problems = _merge_problems([result.problems for result in findings])
-    pattern_problems = find_common_pattern_problems(result.pattern_problems for result in findings)
+    pattern_problems = find_common_problems(result.pattern_problems for result in findings)
     if proposal.strict:
         label = "the checkpoint" if len(unexpected) == 1 else None
         problems += [

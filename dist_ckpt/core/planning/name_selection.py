@@ -151,7 +151,7 @@ def parse_cast(cast: Cast) -> Selection | None:
     return Selection(parse_patterns(cast, "cast"))
 
 
-def find_common_pattern_problems(problems_by_rank: Iterable[Iterable[str]]) -> list[str]:
+def find_common_problems(problems_by_rank: Iterable[Iterable[str]]) -> list[str]:
     """Return the problems that all ranks have: a pattern may match a name on one rank only."""
     first, *other_ranks = map(dict.fromkeys, problems_by_rank)
     return [problem for problem in first if all(problem in other for other in other_ranks)]

@@ -173,16 +173,14 @@ class CellOverlap:
     def of(
         stored: Cell,
         stored_piece: RegionPiece,
-        requested_number: int,
+        number: int,
         requested: Cell,
         requested_piece: RegionPiece,
         common: Region,
     ) -> CellOverlap:
-        """Return the overlap of a piece of a stored cell and a piece of a requested cell."""
-        contiguous, requested_range = (
-            contiguous_range(common, stored_piece),
-            contiguous_range(common, requested_piece),
-        )
+        """Return the overlap of a piece of a stored cell and a piece of requested cell `number`."""
+        contiguous = contiguous_range(common, stored_piece)
+        requested_range = contiguous_range(common, requested_piece)
         shift, is_whole = 0, False
         if contiguous is not None and requested_range is not None:
             shift = requested_range.start - contiguous.start
@@ -190,14 +188,7 @@ class CellOverlap:
         else:
             contiguous = None
         return CellOverlap(
-            stored,
-            stored_piece,
-            requested_number,
-            requested_piece,
-            common,
-            contiguous,
-            shift,
-            is_whole,
+            stored, stored_piece, number, requested_piece, common, contiguous, shift, is_whole
         )
 
 

@@ -11,7 +11,7 @@ from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
-from dist_ckpt.core.planning.name_selection import find_common_pattern_problems
+from dist_ckpt.core.planning.name_selection import find_common_problems
 from dist_ckpt.core.planning.plan import Inventory, SavePlan
 from dist_ckpt.core.planning.save import save_planner
 from dist_ckpt.core.runtime import typed_msgpack
@@ -123,14 +123,13 @@ class Preparation(Protocol):
 def agree(
     session: Session,
     prepare: Callable[[], PreparationT],
-    begin_save: Callable[[PreparationT, AgreedPlan], NameT],
+    begin: Callable[[PreparationT, AgreedPlan], NameT],
     agreement_type: type[SaveAgreement[NameT]],
 ) -> tuple[PreparationT, NameT, AgreedPlan]:
     """Agree on a save. Return this rank's preparation, the name and the plan. Collective.
 
     If the cached plan is valid on all ranks, this takes one exchange; otherwise two. The
-    coordinator calls `begin_save` after all checks. All ranks raise the error
-    of any rank.
+    coordinator calls `begin` after all checks. All ranks raise the error of any rank.
     """
     with session.channel.exchange("agree") as agreeing:
         prepared = prepare()
@@ -139,14 +138,11 @@ def agree(
             prepared.accept_plan(cached)
         else:
             cached = None
-        cached_plan_id = cached.plan_id if cached else ""
+        plan_id = cached.plan_id if cached else ""
         generation = session.collective.generation
-        proposal = SaveProposal(
-            prepared.arguments, cached_plan_id, generation, prepared.pattern_problems
-        )
+        proposal = SaveProposal(prepared.arguments, plan_id, generation, prepared.pattern_problems)
         if (proposals := agreeing.gather(proposal)) is not None:
-            is_plan_valid = check_proposals(proposals)
-            name = begin_save(prepared, cached) if is_plan_valid and cached is not None else None
+            name = begin(prepared, cached) if check_proposals(proposals) and cached else None
             generation = max(proposal.connection_generation for proposal in proposals)
             agreeing.decide(SaveAgreement(name, generation))
     agreement = agreeing.result(agreement_type)
@@ -158,9 +154,7 @@ def agree(
         prepared.accept_plan(plan)
         planning.gather(None)
         if planning.is_coordinator:
-            planning.decide(
-                SaveAgreement(begin_save(prepared, plan), agreement.connection_generation)
-            )
+            planning.decide(SaveAgreement(begin(prepared, plan), agreement.connection_generation))
     chosen = planning.result(agreement_type).name
     assert chosen is not None
     session.cache(SaveCache).plan = replace(plan, plan_id=str(chosen))
@@ -181,9 +175,7 @@ def check_proposals(proposals: Sequence[SaveProposal]) -> bool:
             f"{groups}. Every rank must pass the same."
         )
     _check_attached(arguments_by_rank)
-    if problems := find_common_pattern_problems(
-        proposal.pattern_problems for proposal in proposals
-    ):
+    if problems := find_common_problems(proposal.pattern_problems for proposal in proposals):
         raise ValueError(f"{arguments_by_rank[0].path}: {listed(problems, '; ')}")
     names = {proposal.cached_plan_id for proposal in proposals}
     return len(names) == 1 and "" not in names

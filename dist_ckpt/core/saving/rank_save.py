@@ -84,38 +84,33 @@ class RankPlan:
         return RankPlan(plan, files, find_replica_groups(plan, rank), origins, cells)
 
 
+# The patterns, and the tensors and aliases of an inventory, which they select.
+_LinkKey = tuple[tuple[str, ...], tuple[TensorEntry, ...], tuple[tuple[str, str], ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class LinkPatterns:
     """The tensors that `link_unchanged` matches: `names` of tensors with data, not of aliases."""
 
-    patterns: tuple[str, ...]
-    tensors: tuple[TensorEntry, ...]
-    aliases: tuple[tuple[str, str], ...]
+    key: _LinkKey
     names: tuple[str, ...]
     pattern_problems: tuple[str, ...]
 
     @staticmethod
-    def of(patterns: tuple[str, ...], inventory: Inventory) -> LinkPatterns:
+    def of(key: _LinkKey) -> LinkPatterns:
         """Match patterns with the names of an inventory."""
-        names = {entry.fqn: entry.fqn for entry in inventory.tensors} | dict(inventory.aliases)
+        patterns, tensors, aliases = key
+        names = {entry.fqn: entry.fqn for entry in tensors} | dict(aliases)
         matches = {
             pattern: {to for fqn, to in names.items() if fqn in Selection((pattern,))}
             for pattern in patterns
         }
-        pattern_problems = tuple(
+        problems = tuple(
             f"link_unchanged: {pattern!r} matches no tensor: correct or remove it"
             for pattern in patterns
             if not matches[pattern]
         )
-        matched = tuple(sorted(set().union(*matches.values())))
-        return LinkPatterns(
-            patterns, inventory.tensors, inventory.aliases, matched, pattern_problems
-        )
-
-    def is_for(self, patterns: tuple[str, ...], inventory: Inventory) -> bool:
-        """Return True if this is the result for these patterns and this inventory."""
-        same = (patterns, inventory.tensors, inventory.aliases)
-        return (self.patterns, self.tensors, self.aliases) == same
+        return LinkPatterns(key, tuple(sorted(set().union(*matches.values()))), problems)
 
 
 @dataclass(slots=True)
@@ -166,9 +161,10 @@ class RankSave:
 
     def _separate_files(self, patterns: tuple[str, ...]) -> None:
         """Give each matching tensor a separate file, which later saves can link to."""
+        key = patterns, self.inventory.tensors, self.inventory.aliases
         matched = self._cache.link_patterns
-        if matched is None or not matched.is_for(patterns, self.inventory):
-            matched = self._cache.link_patterns = LinkPatterns.of(patterns, self.inventory)
+        if matched is None or matched.key != key:
+            matched = self._cache.link_patterns = LinkPatterns.of(key)
         self.pattern_problems = (*self.pattern_problems, *matched.pattern_problems)
         self.inventory = structs.replace(self.inventory, linkable=matched.names)
 
@@ -191,14 +187,14 @@ class RankSave:
         Call `local_state.synchronize()` first.
         """
         with paused_collector():
-            part = self._rank_plan(plan)
+            own = self._rank_plan(plan)
         objects = encode_objects_files(plan, self.local_state, self._rank, metadata)
         if self._rank == 0:
             objects |= {filenames.attached_file(name): data for name, data in attached.items()}
         return RankFiles(
             step=step,
-            plans=part.files,
-            readers=tuple(partial(self._reader_of, origins) for origins in part.origins),
+            plans=own.files,
+            readers=tuple(partial(self._reader_of, origins) for origins in own.origins),
             objects=objects,
         )
 
@@ -208,11 +204,11 @@ class RankSave:
         The first `whole_nbytes` bytes of a group are digested in full, all others by sample.
         """
         self.num_sampled = 0
-        part = self._rank_plan(plan)
+        own = self._rank_plan(plan)
         # The id of a group is a digest of its ranks. Its members follow from the plan.
-        ids = [document_digest(repr(group.ranks).encode()) for group in part.groups]
+        ids = [document_digest(repr(group.ranks).encode()) for group in own.groups]
         digests = [
-            tuple(self._digests(group, part.cells, whole_nbytes).items()) for group in part.groups
+            tuple(self._digests(group, own.cells, whole_nbytes).items()) for group in own.groups
         ]
         return tuple(zip(ids, digests, strict=True))
 
@@ -304,7 +300,7 @@ def _sample_offsets(nbytes: int, name: str) -> list[int]:
     if nbytes <= _WHOLE_NBYTES:
         return list(range(0, nbytes, _BLOCK_NBYTES))
     # One block in each sixteenth, at an offset that differs between tensors.
-    part = nbytes // _BLOCKS
-    num_offsets = part - _BLOCK_NBYTES + 1
+    size = nbytes // _BLOCKS
+    num_offsets = size - _BLOCK_NBYTES + 1
     offsets = [int(block_digest(f"{name} {n}".encode()), 16) % num_offsets for n in range(_BLOCKS)]
-    return [(n * part + offset) // _ITEM_NBYTES * _ITEM_NBYTES for n, offset in enumerate(offsets)]
+    return [(n * size + offset) // _ITEM_NBYTES * _ITEM_NBYTES for n, offset in enumerate(offsets)]

@@ -262,15 +262,15 @@ class _RankWriter:
             files = replace(files, objects=objects)
         earlier, threads = session.cache(SaveCache).linkable_saves, session.settings.threads
         linkable = replace(earlier, find_damage=partial(find_recorded_damage, storage))
-        part = write_or_link(
+        written = write_or_link(
             storage, folder, files, linkable, threads=threads, slots=session.scratch_buffers
         )
-        self.saved = part.saved
-        for error in part.damaged:
+        self.saved = written.saved
+        for error in written.damaged:
             record_damage(storage, error)
         return RankWriteResult(
-            (*receipts, *part.receipts),
+            (*receipts, *written.receipts),
             self.options.replica_digests(rank_save, self.plan),
             time.monotonic() - start,
-            linked.plus_all(part.linked),
+            linked.plus_all(written.linked),
         )

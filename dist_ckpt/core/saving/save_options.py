@@ -89,7 +89,8 @@ class SaveOptions:
             check_plain(dict(self.metadata), "metadata")
         check_description(self.metadata, self.config, self.kind)
         parse_patterns(self.link_unchanged, "link_unchanged")
-        check_replicas_option(self.check_replicas)
+        if self.check_replicas not in get_args(CheckReplicas):
+            raise ValueError(f'check_replicas={self.check_replicas!r}: give "sample" or "all"')
 
     def all_metadata(self) -> dict[str, object]:
         """Return the metadata with `config` and `kind` in it."""
@@ -135,12 +136,6 @@ class SaveOptions:
         return rank_save.replica_digests(
             plan.save_plan, whole_nbytes=inf if self.check_replicas == "all" else whole_nbytes
         )
-
-
-def check_replicas_option(value: object) -> None:
-    """Raise ValueError for another value of `check_replicas`."""
-    if value not in get_args(CheckReplicas):
-        raise ValueError(f'check_replicas={value!r}: give "sample" or "all"')
 
 
 def _select_scalars(metadata: Mapping[str, object]) -> dict[str, Scalar]:

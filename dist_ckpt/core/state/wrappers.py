@@ -84,8 +84,8 @@ class PerRank:
 
     Without a key the value belongs to the rank. Ranks with equal keys must have equal values. A
     load replaces `value`, or calls its `load_state_dict` if it has one. If the keys differ from the
-    saved ones, the `on_reshard` of the loaded state decides: "error" raises, "drop" leaves the
-    value unchanged, and a function `f(values_by_key, key)` returns the value of a key.
+    saved keys, the `on_reshard` of the loaded state decides. "error" raises, and "drop" leaves the
+    value unchanged. A function `f(values_by_key, key)` returns the value of a key.
     """
 
     value: object

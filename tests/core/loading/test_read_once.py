@@ -24,7 +24,7 @@ from dist_ckpt.core.comm.rank_messages import SecondaryError
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.loading import load
 from dist_ckpt.core.loading.shared_read import run_shared_read, shared_read_group
-from dist_ckpt.core.loading.shared_read.shared_read_group import SharedReadGroup
+from dist_ckpt.core.loading.shared_read.run_shared_read import SharedReader
 from dist_ckpt.core.planning.load import shared_ranges
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.state.binding.bind import Binding
@@ -420,14 +420,14 @@ def test_what_a_rank_has_filled_before_the_damage_is_told_as_touched(tree, mode)
 
 
 def test_a_rank_that_gives_up_because_of_another_tells_what_it_has_filled(tree, monkeypatch):
-    def fail(meeting: SharedReadGroup, reading: BlockReader) -> None:
-        rank = meeting.session.channel.rank
-        reading.touched.add(f"model.on {rank}")
+    def fail(reading: SharedReader) -> None:
+        rank = reading._group.session.channel.rank
+        reading._reader.touched.add(f"model.on {rank}")
         if rank == 2:
             raise CorruptError("damaged", touched=("model.on 2",))
         raise SecondaryError("rank 2 has given up")
 
-    monkeypatch.setattr(run_shared_read, "read_shared", fail)
+    monkeypatch.setattr(SharedReader, "read_all", fail)
     states = [whole_state() for _ in range(4)]
     outcomes = try_load_on_threads(
         lambda _: MemoryStorage(tree), states, hosts=ONE_HOST, strict=False

@@ -17,7 +17,7 @@ from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.name_selection import Selection
 from dist_ckpt.core.state.binding.bind import build_saved_tree
 from dist_ckpt.core.state.binding.sources.multi_source import SourceView, merge_sources
-from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scope, split_source_number
+from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scope, split_source
 from long_mode import examples
 from subclass_tensors import Pair
 
@@ -67,10 +67,10 @@ def test_each_name_comes_from_the_first_that_has_it(states: Any, exclude: tuple[
             for s, chosen in zip(sources, selections, strict=True)
         ]
     )
-    assert {name: split_source_number(fqn)[0] for name, fqn in together.leaves.items()} == expected
+    assert {name: split_source(fqn)[0] for name, fqn in together.leaves.items()} == expected
     assert together.problems == ()
     for name, number in expected.items():
-        assert split_source_number(together.leaves[name])[1] == sources[number].leaves[name]
+        assert split_source(together.leaves[name])[1] == sources[number].leaves[name]
         assert (together.source_number(name), together.source_text(name)) == (
             number,
             f" in /{number}",

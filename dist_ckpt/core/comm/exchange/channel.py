@@ -10,7 +10,6 @@ ranks get it, or raise the same error.
 from __future__ import annotations
 
 import socket
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol, Self, TypeVar
@@ -210,29 +209,24 @@ def check_equal_on_all_ranks(
 
 
 class _SingleProcessNotes:
-    """The notes of a single process."""
+    """The notes of a single process. Threads may share it: each change is one call of a dict."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
-        self._lock = threading.Lock()
 
     def put(self, key: str, text: str) -> None:
-        with self._lock:
-            self._texts[key] = text
+        self._texts[key] = text
 
     def put_once(self, key: str, text: str) -> str:
-        with self._lock:
-            return self._texts.setdefault(key, text)
+        return self._texts.setdefault(key, text)
 
     def read(self, keys: Sequence[str]) -> list[str] | None:
-        with self._lock:
-            texts = [self._texts.get(key) for key in keys]
+        texts = [self._texts.get(key) for key in keys]
         return None if None in texts else [text for text in texts if text is not None]
 
     def remove(self, keys: Sequence[str]) -> None:
-        with self._lock:
-            for key in keys:
-                self._texts.pop(key, None)
+        for key in keys:
+            self._texts.pop(key, None)
 
 
 class SingleProcessChannel:

@@ -69,17 +69,20 @@ from dist_ckpt.errors import CorruptError, RankError, StorageError
 def read_blocks(
     session: Session, group: SharedReadGroup | None, reader: BlockReader
 ) -> tuple[int, int]:
-    """Read all blocks of this rank. In a group, read them as `read_shared` does.
+    """Read all blocks of this rank, shared blocks once. Collective: every rank of `group` calls it.
 
-    Returns the bytes from storage, and the bytes from other ranks.
+    Returns the bytes from storage, and the bytes from other ranks. Raises the errors of
+    `BlockReader.read_all`, and SecondaryError if another rank fails.
     """
+    if group is None:
+        return reader.read_all(session.settings.threads), 0
     try:
-        if group is None:
-            return reader.read_all(session.settings.threads), 0
-        return read_shared(group, reader)
+        work = RankReads(group, reader.targets)
+        with reader.name_touched():
+            SharedReader(group, work, reader).read_all()
+        return work.nbytes_moved()
     except BaseException:
-        if group is not None:
-            group.give_up()
+        group.give_up()
         raise
 
 
@@ -188,19 +191,6 @@ def receive_range(
 
 # At this interval a waiting thread checks its calls, and the ranks that it waits for.
 RANK_CHECK_INTERVAL_S = 1.0
-
-
-def read_shared(group: SharedReadGroup, reader: BlockReader) -> tuple[int, int]:
-    """Fill the targets as `BlockReader.read_all` does, but read shared blocks once.
-
-    Collective: every rank of `group` calls this. Returns the bytes from storage, and the bytes from
-    other ranks. Raises the errors of `BlockReader.read_all`, and SecondaryError if another rank
-    fails.
-    """
-    work = RankReads(group, reader.targets)
-    with reader.name_touched():
-        SharedReader(group, work, reader).read_all()
-    return work.nbytes_moved()
 
 
 def check_blocks_first(

@@ -47,7 +47,7 @@ def link_or_copy_files(  # noqa: PLR0913 - files, source, target and options
 
     `files` has the records of `index`, the index of the source, by their names in the target. On
     return the files and their names are durable. Every byte of a copy is checked: CorruptError if
-    the source is damaged. Of linked shard files only the size and the header are checked. With
+    the source is damaged. A linked shard file is checked only by its size and header. With
     `most_names`, a shard file that has this many names already is copied. Without `links`, all
     files are copied. `check_room` is called once with the bytes to copy, before the first copy: it
     may raise. `report` is called with the number of bytes of each copied part, from any thread.

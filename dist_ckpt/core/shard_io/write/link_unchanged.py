@@ -57,10 +57,10 @@ class SavedFiles:
 
 
 @dataclass(frozen=True, slots=True)
-class SavedPart:
+class WrittenFiles:
     """The files that a rank has written or linked. `linked` counts the linked files.
 
-    `damaged` has the errors of earlier files that were to be linked.
+    `damaged` has the errors of earlier files that could not be linked.
     """
 
     receipts: tuple[FileReceipt, ...]
@@ -99,7 +99,7 @@ def write_or_link(
     *,
     threads: int,
     slots: BufferPool | None = None,
-) -> SavedPart:
+) -> WrittenFiles:
     """Write a rank's files as `write_all` does, but link those that an earlier save has."""
     linkable = {plan.name for plan in files.plans if plan.is_linkable}
     expected: tuple[FileReceipt, ...] = ()
@@ -120,7 +120,7 @@ def write_or_link(
         sync_names(storage, folder)
     receipts = (*linked, *written)
     saved = {receipt.name: receipt for receipt in receipts if receipt.name in linkable}
-    return SavedPart(
+    return WrittenFiles(
         receipts,
         IoCount(len(linked), sum(receipt.nbytes for receipt in linked)),
         SavedFiles(folder, saved, last_read_back, files.step),

@@ -25,7 +25,7 @@ EXTRA_STATE = "_extra_state"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ParameterPart(FlatShard):
-    """This rank's part of a parameter that FSDP1 has put into a flat parameter."""
+    """This rank's part of a parameter that is in a flat parameter of FSDP1."""
 
     tensor: torch.Tensor
     flat: FlatParameter

@@ -1,6 +1,6 @@
 """Merge several checkpoints: each name comes from the first source that has it. Pure.
 
-Some names are a unit, which comes from one source: the inner tensors of a tensor subclass, a
+Three kinds of names come from one source together: the inner tensors of a tensor subclass, a
 parameter group, and the optimizer state of one parameter.
 """
 
@@ -19,9 +19,9 @@ from dist_ckpt.core.state.binding.sources.saved_tree import (
     SavedTree,
     Scope,
     SourceCatalog,
-    add_source_number,
     optimizer_name,
     state_name,
+    with_source,
 )
 from dist_ckpt.core.state.tree.containers import RECORD, PathKey, child_name, is_mapping
 
@@ -50,7 +50,7 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
     allocation = _Allocation()
     provided = [allocation.allocate(view) for view in views]
     leaves = {
-        name: add_source_number(names.number, fqn)
+        name: with_source(names.number, fqn)
         for names in provided
         for name, fqn in names.leaves.items()
     }
@@ -67,11 +67,7 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
         numpy=frozenset(
             name for names in provided for name in names.saved.numpy & names.leaves.keys()
         ),
-        main={
-            add_source_number(n, fqn): value
-            for n, main in mains.items()
-            for fqn, value in main.items()
-        },
+        main={with_source(n, fqn): v for n, main in mains.items() for fqn, v in main.items()},
         read=_merge_readers({view.number: view.saved.read for view in views}),
         dropped=tuple(dict.fromkeys(name for view in views for name in view.saved.dropped)),
         problems=(*problems, *allocation.clashes()),
@@ -288,9 +284,9 @@ def _merge_catalogs(origins: Sequence[SourceCatalog]) -> Catalog:
         for fqn, record in catalog.tensors.items():
             if id(record) not in records:  # equal tensors mostly share a record
                 records[id(record)] = replace(record, layout=record.layout + len(layouts))
-            tensors[add_source_number(number, fqn)] = records[id(record)]
+            tensors[with_source(number, fqn)] = records[id(record)]
         layouts += catalog.layouts
-        here = partial(add_source_number, number)
+        here = partial(with_source, number)
         aliases |= {here(alias): here(fqn) for alias, fqn in catalog.aliases.items()}
         parameters |= {here(fqn): is_trained for fqn, is_trained in catalog.parameters.items()}
         values |= {here(fqn): rank * len(origins) + number for fqn, rank in catalog.values.items()}
@@ -316,8 +312,8 @@ def _merge_readers(
         rank, number = divmod(file, len(reads))
         stored = reads[number](rank)
         return ObjectsFile(
-            values={add_source_number(number, fqn): value for fqn, value in stored.values.items()},
-            per_rank={add_source_number(number, fqn): of for fqn, of in stored.per_rank.items()},
+            values={with_source(number, fqn): value for fqn, value in stored.values.items()},
+            per_rank={with_source(number, fqn): of for fqn, of in stored.per_rank.items()},
         )
 
     return read

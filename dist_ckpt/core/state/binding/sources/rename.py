@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, takewhile
+from itertools import count, starmap, takewhile
 from operator import eq
 
 from dist_ckpt.core.planning.name_selection import names_above
@@ -28,13 +28,13 @@ _MAX_EXAMINED = 16
 class _Rule:
     """One rule, from the user's `pattern`. `start` is its text before the first wildcard.
 
-    `target` is a sequence of texts and group numbers of `regex`; None drops the matching names.
+    `replacement` has texts and group numbers of `regex` in turn; None drops the matching names.
     """
 
     pattern: str
     start: str
     regex: re.Pattern[str]
-    target: tuple[str | int, ...] | None
+    replacement: tuple[str | int, ...] | None
 
     def match(self, name: str) -> re.Match[str] | None:
         """Match a name; if it does not match, match the nearest name above it that does."""
@@ -44,21 +44,21 @@ class _Rule:
 
     def new_name(self, match: re.Match[str], name: str) -> str | None:
         """Return the new name of a match, followed by the rest of the name; None to drop it."""
-        if self.target is None:
+        if self.replacement is None:
             return None
-        texts = (token if isinstance(token, str) else match[token] for token in self.target)
+        texts = (token if isinstance(token, str) else match[token] for token in self.replacement)
         return "".join(texts) + name[match.end() :]
 
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """Rules from saved names to names of the state; a target of None drops matching names.
+    """Rules from saved names to names of the state; a replacement of None drops matching names.
 
-    Each `*` (or `**`) of a pattern matches any text, also across dots. Its text replaces the `*` of
-    the target in the same position. `{name}` matches a text without dots, which replaces each
-    `{name}` of the target. If several matches are possible, the first wildcards match the shorter
-    texts. A rule also moves the names below a match. All rules apply to saved names, never to
-    results of other rules: two names can be swapped.
+    Each `*` (or `**`) of a pattern matches any text, also across dots. The text goes to the `*` of
+    the replacement in the same position. `{name}` matches a text without dots, which goes to each
+    `{name}` of the replacement. If several matches are possible, the first wildcards match the
+    shorter texts. A rule also moves the names below a match. All rules apply to saved names, never
+    to results of other rules: two names can be swapped.
     """
 
     rules: tuple[_Rule, ...] = ()
@@ -77,27 +77,27 @@ class Rename:
         # Grouped by the rules that cause the problem, so that each problem is reported once.
         disagreeing: dict[tuple[str, ...], list[str]] = {}
         colliding: dict[object, list[tuple[str, str, str]]] = {}
-        sources: dict[str, str] = {}
+        first_names: dict[str, str] = {}
         ruled: dict[str, tuple[str, ...]] = {}
         for name in names:
-            targets_by_rule = self._find_targets(name)
+            by_rule = self._find_new_names(name)
             if states and (above := next(filter(states.__contains__, names_above(name)), "")):
                 below = name[len(above) :]
-                targets_by_rule = self._move_with_parameter(targets_by_rule, *states[above], below)
-            ruled[name] = tuple(targets_by_rule)
-            targets = set(targets_by_rule.values())
-            if len(targets) > 1:
+                by_rule = self._move_with_parameter(by_rule, *states[above], below)
+            ruled[name] = tuple(by_rule)
+            new_names = set(by_rule.values())
+            if len(new_names) > 1:
                 disagreeing.setdefault(ruled[name], []).append(name)
                 continue
-            target = renamed[name] = targets.pop() if targets else name
-            if target is not None and (first := sources.setdefault(target, name)) != name:
+            new = renamed[name] = new_names.pop() if new_names else name
+            if new is not None and (first := first_names.setdefault(new, name)) != name:
                 rules = ruled[first], ruled[name]
-                colliding.setdefault(rules, []).append((first, name, target))
+                colliding.setdefault(rules, []).append((first, name, new))
         used = {pattern for patterns in ruled.values() for pattern in patterns}
         unused = [rule.pattern for rule in self.rules if rule.pattern not in used]
         return renamed, tuple(_problems(disagreeing, colliding, unused))
 
-    def _find_targets(self, name: str) -> dict[str, str | None]:
+    def _find_new_names(self, name: str) -> dict[str, str | None]:
         return {
             rule.pattern: rule.new_name(match, name)
             for rule in self.rules
@@ -105,19 +105,19 @@ class Rename:
         }
 
     def _move_with_parameter(
-        self, targets: dict[str, str | None], holder: str, parameter: str, below: str
+        self, new_names: dict[str, str | None], holder: str, parameter: str, below: str
     ) -> dict[str, str | None]:
         """Move state with its parameter, unless a rule matches only this part of the state.
 
         The state of a dropped parameter stays, because another parameter may have its name now.
         """
         moved = {
-            rule: new for rule, new in self._find_targets(parameter).items() if new is not None
+            rule: new for rule, new in self._find_new_names(parameter).items() if new is not None
         }
-        above = self._find_targets(holder)
+        above = self._find_new_names(holder)
         holders = {*above.values()} or {holder}
-        if not moved or targets.keys() != above.keys() or len(holders) > 1 or None in holders:
-            return targets
+        if not moved or new_names.keys() != above.keys() or len(holders) > 1 or None in holders:
+            return new_names
         (new_holder,) = holders
         new = {rule: f"{new_holder}.{name}{below}" for rule, name in moved.items()}
         return {**dict.fromkeys(above, next(iter(new.values()))), **new}
@@ -135,10 +135,10 @@ def _problems(
             "change the patterns so that only one matches"
         )
     for pairs in colliding.values():
-        first, second, target = pairs[0]
+        first, second, new = pairs[0]
         more = f", and {len(pairs) - 1} other pairs would meet too" if len(pairs) > 1 else ""
         yield (
-            f"rename: {first!r} and {second!r} would both be {target!r}{more}: change the "
+            f"rename: {first!r} and {second!r} would both be {new!r}{more}: change the "
             "rules, or drop one of the two with None"
         )
     for pattern in unused:
@@ -152,14 +152,14 @@ def parse_rename(rules: Mapping[str, str | None] | None) -> Rename:
     """Check a load's `rename`. Raises TypeError or ValueError."""
     if rules is not None and not isinstance(rules, Mapping):
         raise TypeError(f"rename={rules!r}: give a mapping from saved names to names or None")
-    return Rename(tuple(_parse_rule(pattern, target) for pattern, target in (rules or {}).items()))
+    return Rename(tuple(starmap(_parse_rule, (rules or {}).items())))
 
 
-def _parse_rule(pattern: object, target: object) -> _Rule:
-    label = f"rename has {pattern!r}: {target!r}"
-    if not isinstance(pattern, str) or not isinstance(target, str | None):
+def _parse_rule(pattern: object, replacement: object) -> _Rule:
+    label = f"rename has {pattern!r}: {replacement!r}"
+    if not isinstance(pattern, str) or not isinstance(replacement, str | None):
         raise TypeError(f"{label}: map a saved name to a name or None")
-    if not pattern or target == "":
+    if not pattern or replacement == "":
         raise ValueError(f"{label}: a name cannot be empty")
     if any(mark in pattern for mark in "?["):
         raise ValueError(f"{label}: `*` and `{{name}}` are the only wildcards here")
@@ -168,12 +168,12 @@ def _parse_rule(pattern: object, target: object) -> _Rule:
         raise ValueError(f"{label}: write a text between two wildcards, or leave one of them out")
     if len(set(names)) < len(names):
         raise ValueError(f"{label}: give each {{name}} of the pattern a different name")
-    new = None if target is None else _parse_target(target, names, label)
+    new = None if replacement is None else _parse_replacement(replacement, names, label)
     return _Rule(pattern, texts[0], re.compile(_regex(texts, names), re.DOTALL), new)
 
 
-def _parse_target(target: str, names: Sequence[str], label: str) -> tuple[str | int, ...]:
-    (first, *texts), wildcards = _parse(target, label)
+def _parse_replacement(replacement: str, names: Sequence[str], label: str) -> tuple[str | int, ...]:
+    (first, *texts), wildcards = _parse(replacement, label)
     if list(filter(_is_star, names)) != list(filter(_is_star, wildcards)):
         raise ValueError(f"{label}: give both sides the same number of `*`")
     if unknown := [name for name in wildcards if name not in names]:

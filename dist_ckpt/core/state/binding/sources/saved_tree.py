@@ -28,12 +28,12 @@ GROUPS_INFIX = ".param_groups."
 _GROUP = re.compile(r"(?:.*\.)?param_groups\.[0-9]+", re.DOTALL)
 
 
-def add_source_number(number: int, fqn: str) -> str:
+def with_source(number: int, fqn: str) -> str:
     """Return the name of an entry with the number of its checkpoint in front."""
     return f"{_SOURCE}{number}: {fqn}"
 
 
-def split_source_number(name: str) -> tuple[int, str]:
+def split_source(name: str) -> tuple[int, str]:
     """Split such a name into the number of its checkpoint and its name there."""
     number, _, fqn = name[len(_SOURCE) :].partition(": ")
     return int(number), fqn
@@ -118,7 +118,7 @@ class SavedTree:
       `read(rank)` returns the objects file of another rank.
     - `dropped`: the saved names that the rename leaves out.
 
-    Only for several checkpoints, `origins`. The catalog then has names of `add_source_number`:
+    Only for several checkpoints, `origins`. The catalog then has names of `with_source`:
 
     - `name_problems`: error texts for requested names that no source has.
     - `left_out`: the names that the sources' selections leave out.
@@ -147,7 +147,7 @@ class SavedTree:
             return 0
         fqns = (self.leaves[above] for above in names_above(name) if above in self.leaves)
         fqn = next(fqns, None) or next((self.leaves[leaf] for leaf in self.below(name)), None)
-        return 0 if fqn is None else split_source_number(fqn)[0]
+        return 0 if fqn is None else split_source(fqn)[0]
 
     def source_text(self, name: str) -> str:
         """Return a text with the checkpoint of a name, among several; "" for a single one."""
