@@ -15,18 +15,25 @@ import struct
 import threading
 import time
 from collections.abc import Iterable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
+from typing import Any
 from weakref import WeakSet
 
-from dist_ckpt.core.runtime.threads import DaemonThreads, has_outcome
+from dist_ckpt.core.runtime.threads import DaemonThreads, has_outcome, run_into
 
 # How long the kernel keeps a silent connection from the process that listens. A probe is shorter.
 DEFER_S = 60
 
 # How long a look waits for the answers of other hosts.
 ANSWER_S = 0.25
+
+# A name of a host is looked up again after this time.
+LOOKUP_S = 5.0
+
+# The longest name of a host. Of a longer one, the encoding alone may take minutes.
+MAX_NAME = 253
 
 # A socket that is closed with this option sends a reset, and leaves nothing behind.
 _RESET = struct.pack("ii", 1, 0)
@@ -43,6 +50,7 @@ class LivenessPort:
 
     def __init__(self, towards: str | None) -> None:
         self._listener: socket.socket | None = None
+        self._end: object = None  # of the listener
         self._address = ""
         self._host: Future[str] = Future()
         if towards is None or not hasattr(socket, "TCP_DEFER_ACCEPT"):
@@ -60,6 +68,7 @@ class LivenessPort:
         if self not in _ports or not has_outcome(self._host, timeout_s):
             return ""
         with suppress(OSError), _no_fork:
+            self._forget_what_is_closed()
             if self._listener is None:
                 self._listener = self._open(self._host.result(timeout=0))
             for _ in range(socket.SOMAXCONN):  # else they would fill the queue
@@ -68,9 +77,20 @@ class LivenessPort:
 
     def close(self) -> None:
         """Stop to answer. `renew` listens again, at another port."""
-        listener, self._listener = self._listener, None
-        if listener is not None:
-            listener.close()
+        with _no_fork:  # a child that is forked meanwhile would keep it
+            self._forget_what_is_closed()
+            listener, self._listener = self._listener, None
+            if listener is not None:
+                listener.close()
+
+    def _forget_what_is_closed(self) -> None:
+        """Let go of a descriptor that the program has closed: it may be another file's by now."""
+        if self._listener is not None:
+            with suppress(OSError):
+                if self._listener.getsockname() == self._end:
+                    return
+            self._listener.detach()
+            self._listener = None
 
     def _open(self, host: str) -> socket.socket:
         # Other hosts have another address for a name that is a loopback address here.
@@ -78,12 +98,14 @@ class LivenessPort:
         listener = listen(host if is_local else "", 0)
         listener.settimeout(0)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, DEFER_S)
+        self._end = listener.getsockname()
         self._address = f"{host}:{listener.getsockname()[1]}"
         return listener
 
 
-# A child that is forked while a port is opened would keep it.
-_no_fork = threading.Lock()
+# A child that is forked while a port is opened would keep it. Reentrant: a finalizer or the handler
+# of a signal may fork anywhere.
+_no_fork = threading.RLock()
 _ports: WeakSet[LivenessPort] = WeakSet()
 
 
@@ -98,26 +120,32 @@ os.register_at_fork(
 )
 
 
+_Endpoint = tuple[int, int, tuple[Any, ...]]
+_lookups = DaemonThreads(4)
+
+
 def find_listening(addresses: Iterable[str], timeout_s: float = ANSWER_S) -> dict[str, bool]:
     """Look at ports "host:port" at once. True: a process listens there; False: none does.
 
-    Ports that do not answer in time are absent.
+    Ports that do not answer in time are absent, and so are names that are not found in time.
     """
     found: dict[str, bool] = {}
     links: dict[int, tuple[str, socket.socket]] = {}
     poll = select.poll()
+    until = time.monotonic() + timeout_s
     try:
-        for address in addresses:
+        lookups = {address: _look_up(address, until // LOOKUP_S) for address in addresses}
+        wait(lookups.values(), timeout_s / 2)
+        for address, lookup in lookups.items():
             with suppress(OSError, ValueError, OverflowError):
-                link = _begin_connection(address)
+                link = _begin_connection(*lookup.result(timeout=0))
                 links[link.fileno()] = address, link
                 poll.register(link, select.POLLOUT)
-        until = time.monotonic() + timeout_s
         while links and (left_s := until - time.monotonic()) > 0:
             for fd, _ in poll.poll(1000 * left_s):
                 poll.unregister(fd)
                 address, link = links.pop(fd)
-                with link:
+                with link, suppress(OSError):  # a proxy may reset the connection at any moment
                     error = link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                     if error in (0, errno.ECONNREFUSED):
                         found[address] = not error and not _is_own_end(link)
@@ -127,12 +155,28 @@ def find_listening(addresses: Iterable[str], timeout_s: float = ANSWER_S) -> dic
     return found
 
 
-def _begin_connection(address: str) -> socket.socket:
+@lru_cache(maxsize=1024)
+def _look_up(address: str, _period: float) -> Future[_Endpoint]:
+    """Look for the host of "host:port", in each period once. The name service may hang."""
+    found: Future[_Endpoint] = Future()
+    if _is_address(address.rpartition(":")[0]):
+        run_into(found, partial(_find_endpoint, address))
+    else:
+        with suppress(RuntimeError):  # the system starts no more threads
+            _lookups.submit(partial(_find_endpoint, address), found)
+    return found
+
+
+def _find_endpoint(address: str) -> _Endpoint:
     host, _, port = address.rpartition(":")
-    family, kind, protocol, _, endpoint = socket.getaddrinfo(
-        host, int(port), type=socket.SOCK_STREAM
-    )[0]
-    link = socket.socket(family, kind, protocol)
+    if len(host) > MAX_NAME:
+        raise ValueError("too long for the name of a host")
+    family, kind, _, _, endpoint = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+    return family, kind, endpoint
+
+
+def _begin_connection(family: int, kind: int, endpoint: tuple[Any, ...]) -> socket.socket:
+    link = socket.socket(family, kind)
     try:
         link.settimeout(0)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)

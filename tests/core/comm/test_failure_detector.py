@@ -373,6 +373,20 @@ def test_the_port_of_a_process_that_hung_when_it_was_last_seen_is_not_asked(cloc
     assert "in a call of the kernel that does not return" in str(losses[-1])
 
 
+def test_more_late_ranks_than_are_looked_at_together_are_all_waited_for(clock, ports):
+    line, ranks = Line(), range(1, 500)
+    watch = watch_of(line, witness_at(HERE))
+    for rank in ranks:
+        heart = HeartbeatSender(
+            "a", ProcessId(f"host {rank}", 2, 20), address=f"there:{rank}", inside=True
+        )
+        line.send(heart, rank)
+        ports[f"there:{rank}"] = True
+    for clock.now in range(0, 2 * SILENCE_S, 4):
+        watch.read_heartbeats(ranks)
+    assert {watch.find_loss(rank, 0, was_in=False) for rank in ranks} == {None}
+
+
 def test_a_firewall_that_refuses_is_no_death_while_a_witness_sees_the_process(clock, states, ports):
     line, other = Line(), witness_at(THERE)
     watch = watch_of(line, witness_at(HERE))

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import closing
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 
 from dist_ckpt.core.runtime import network
 from dist_ckpt.core.runtime.network import LivenessPort, find_listening, reachable_host
+from dist_ckpt.core.runtime.threads import run_into
 
 
 def meaning(monkeypatch: pytest.MonkeyPatch, name: str, address: str) -> None:
@@ -175,6 +179,46 @@ def test_a_fork_while_a_port_opens_waits_for_it(monkeypatch):
         network._no_fork.release()
 
 
+@LINUX
+def test_a_fork_while_a_port_closes_waits_for_it(port):
+    held = []
+
+    class Listener(socket.socket):
+        def close(self) -> None:
+            held.append(not run_in_a_thread(lambda: network._no_fork.acquire(blocking=False)))
+            super().close()
+
+    port._listener = Listener(fileno=port._listener.detach())
+    port.close()
+    assert held == [True]
+
+
+def run_in_a_thread(call: Callable[[], Any]) -> Any:
+    found: Future[Any] = Future()
+    threading.Thread(target=run_into, args=(found, call)).start()
+    return found.result(HANG_S)
+
+
+@LINUX
+def test_a_program_that_closes_all_files_gets_another_port_and_keeps_its_own(port):
+    """As a daemon does: the number of the port's descriptor is another file's then."""
+    address = port.renew()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(HANG_S)
+        os.dup2(server.fileno(), port._listener.fileno(), inheritable=False)
+        with socket.create_connection(server.getsockname(), timeout=HANG_S) as client:
+            client.sendall(b"x")
+            again = port.renew()
+            assert again != address
+            assert find_listening([again], HANG_S) == {again: True}
+            with server.accept()[0] as accepted:
+                assert accepted.recv(1) == b"x"
+        copy = port._listener.fileno()
+        os.dup2(server.fileno(), copy, inheritable=False)
+        port.close()
+        os.close(copy)  # it was still open
+
+
 @pytest.mark.parametrize(
     "address",
     ["", "nowhere", "127.0.0.1:", "127.0.0.1:x", "127.0.0.1:" + "9" * 30, "no.host.invalid:1"],
@@ -188,6 +232,41 @@ def test_a_host_that_does_not_answer_delays_no_other(port):
     address = port.renew()
     nobody = "192.0.2.1:9"  # an address for documentation
     assert find_listening([nobody, address])[address]
+
+
+@LINUX
+def test_a_name_service_that_hangs_delays_no_look(port, monkeypatch):
+    address, may = port.renew(), threading.Event()
+    look_up = socket.getaddrinfo
+
+    def slow(host: str, *args: Any, **kwargs: Any) -> object:
+        if host == "slow":
+            assert may.wait(HANG_S)
+        return look_up("127.0.0.1" if host == "slow" else host, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    named = address.replace("127.0.0.1", "slow")
+    assert find_listening([named, address]) == {address: True}
+    may.set()
+    while named not in find_listening([named], HANG_S):
+        pass
+
+
+def test_no_name_that_is_too_long_is_looked_up(monkeypatch):
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    assert find_listening(["\u00e9" * 10_000 + ":1"], HANG_S) == {}
+
+
+@LINUX
+def test_a_connection_that_is_reset_during_a_look_is_no_error(port, monkeypatch):
+    def reset(_: object) -> bool:
+        raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
+
+    monkeypatch.setattr(network, "_is_own_end", reset)
+    assert find_listening([port.renew()], HANG_S) == {}
 
 
 def test_a_job_of_one_host_has_no_port():

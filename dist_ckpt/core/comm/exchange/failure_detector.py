@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from dist_ckpt.core.comm.key_value import client_thread
 from dist_ckpt.core.comm.key_value.client_thread import Store, StoreClientThread
 from dist_ckpt.core.comm.rank_messages import Heartbeat, Question, Sighting, unpack
-from dist_ckpt.core.runtime.network import find_listening
+from dist_ckpt.core.runtime.network import ANSWER_S, find_listening
 from dist_ckpt.core.runtime.processes import ProcessId, ProcessState, find_state, running_time
 from dist_ckpt.core.runtime.typed_msgpack import encode
 from dist_ckpt.message_text import ranks_text
@@ -146,12 +146,23 @@ class ProcessWitness:
 # More than the ranks of a host.
 MAX_ASKED = 256
 
-# Each takes a file descriptor for a moment.
+# The ports that are looked at together. Each takes a file descriptor for a moment.
 MAX_PROBED = 64
 
 
 def _witness_keys(prefix: str, machine: str) -> tuple[str, str]:
     return f"{prefix}/ask/{machine}", f"{prefix}/sighting/{machine}"
+
+
+def _find_listening(addresses: Sequence[str]) -> dict[str, bool]:
+    """Look at the first ports, and at more as long as they answer soon."""
+    found: dict[str, bool] = {}
+    until = time.monotonic() + ANSWER_S
+    for start in range(0, len(addresses), MAX_PROBED):
+        found |= find_listening(addresses[start : start + MAX_PROBED])
+        if time.monotonic() >= until:
+            break
+    return found
 
 
 class FailureDetector:
@@ -229,8 +240,8 @@ class FailureDetector:
             is_unseen = last.silent_s - last.looked_s >= timeout_s / 2
             if is_unseen and last.silent_s >= 0.75 * timeout_s and last.state not in _SEEN_LAST:
                 unseen[last.beat.address] = last
-        oldest = sorted(unseen, key=lambda address: unseen[address].alive_s)[:MAX_PROBED]
-        for address, is_listening in (find_listening(oldest) if oldest else {}).items():
+        oldest = sorted(unseen, key=lambda address: unseen[address].alive_s)
+        for address, is_listening in _find_listening(oldest).items():
             last = unseen[address]
             if is_listening:
                 last.state, last.alive_s, last.was_listening = "running", last.silent_s, True
