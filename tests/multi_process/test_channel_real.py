@@ -766,7 +766,7 @@ def be_suspended(rank: int, where: str, folder: str) -> tuple[int, int]:
     return gather(session), gather(session)
 
 
-@pytest.mark.parametrize("where", ["address", "gather"])
+@pytest.mark.parametrize("where", ["connect", "gather"])
 def test_a_job_that_is_suspended_in_a_bulk_collective_goes_on(where: str, tmp_path: Path) -> None:
     """It is suspended for longer than a collective of ranks that run may take."""
     environ = {**QUIET, "DIST_CKPT_HEARTBEAT_TIMEOUT_S": "1"}

@@ -147,17 +147,16 @@ class GlooCollective:
     @contextmanager
     def _connected(self) -> Iterator[_Group]:
         try:
-            if self._group is None:
-                self._group = self._connect()
-            yield self._group
-            self._show(f"{self._num_steps:09}.")
-        except BaseException as error:
+            with _gloo_errors():
+                if self._group is None:
+                    self._group = self._connect()
+                yield self._group
+                self._show(f"{self._num_steps:09}.")
+        except BaseException:
             # A gloo connection that failed once fails for ever, on every rank. One that was left
             # in the middle of a collective would pass its bytes to the next.
             self.break_off()
-            if not isinstance(error, RuntimeError):
-                raise
-            raise _secondary_error(error) from error
+            raise
 
     def _connect(self) -> _Group:
         self._name, self._num_steps = f"gloo/{self._channel.token}", 0
@@ -252,18 +251,14 @@ class _Rendezvous(Store):
 
 class _GlooTransfer:
     def __init__(self, begin: Callable[[_Group], Work], group: _Group | None) -> None:
-        try:
+        with _gloo_errors():
             if group is None:
                 raise RuntimeError("the connections are closed")
             self._work = begin(group)
-        except RuntimeError as error:
-            raise _secondary_error(error) from error
 
     def wait(self) -> None:
-        try:
+        with _gloo_errors():
             self._work.wait(GLOO_TIMEOUT)
-        except RuntimeError as error:
-            raise _secondary_error(error) from error
 
 
 def _has_ended(work: Work) -> bool:
@@ -273,12 +268,17 @@ def _has_ended(work: Work) -> bool:
     return work.is_completed()
 
 
-def _secondary_error(error: RuntimeError) -> SecondaryError:
-    reason = str(error).splitlines()[0].partition(". ")[0]
-    return SecondaryError(
-        f"the gloo connections of dist_ckpt failed: {reason}. If no rank has died, try again: "
-        "dist_ckpt makes new connections."
-    )
+@contextmanager
+def _gloo_errors() -> Iterator[None]:
+    """Raise SecondaryError, with the reason in short, for an error of gloo."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0].partition(". ")[0]
+        raise SecondaryError(
+            f"the gloo connections of dist_ckpt failed: {reason}. If no rank has died, try again: "
+            "dist_ckpt makes new connections."
+        ) from error
 
 
 def _tensor(buffer: bytearray | memoryview) -> torch.Tensor:
