@@ -214,6 +214,7 @@ def test_every_document_is_asked_for_here() -> None:
     assert DOCUMENTS.keys() == {*schema.NAMES}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "command"), [*DOCUMENTS.items(), *MORE_DOCUMENTS])
 def test_every_document_is_as_its_schema_says(
     name: str, command: str, root: Path, run: Run

@@ -128,6 +128,7 @@ def check(scenario: str, way: str, outcomes: Sequence[str]) -> None:
             assert expected.removeprefix("refused: ") in outcome
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", BY)
 @pytest.mark.parametrize("scenario", ALONE)
 def test_in_one_process(scenario: str, way: str, tmp_path: Path) -> None:
