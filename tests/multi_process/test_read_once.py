@@ -27,8 +27,8 @@ RANKS = 4
 SILENCE_S = 6
 # From the death to the error it takes silence, the age of the last beat and a look. On a busy
 # machine it takes longer; what waits for anything else waits longer than this.
-NOTICED_S = 50
-FRAIL = {"DIST_CKPT_HEARTBEAT_TIMEOUT_S": str(SILENCE_S), "DIST_CKPT_JOIN_TIMEOUT_S": "100"}
+NOTICED_S = 150
+FRAIL = {"DIST_CKPT_HEARTBEAT_TIMEOUT_S": str(SILENCE_S), "DIST_CKPT_JOIN_TIMEOUT_S": "1000"}
 
 SHAPE = (1024, 2048)
 NAMES = tuple(f"w{n}" for n in range(5))

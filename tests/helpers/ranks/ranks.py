@@ -86,7 +86,7 @@ class Options:
     `launched`: they see RANK and WORLD_SIZE in the environment, as under torchrun.
     """
 
-    timeout_s: float = 60.0
+    timeout_s: float = 200.0
     store: Literal["file", "rank 0", "launcher"] | None = "file"
     launched: bool = False
     environ: Mapping[str, str] | None = None
