@@ -36,7 +36,6 @@ from dist_ckpt.core.comm.rank_messages import Failure, build_error, describe_err
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.incarnations import Incarnation
 from dist_ckpt.core.saving.save import save_together
-from dist_ckpt.core.saving.save_options import need_no_room
 from dist_ckpt.core.state.tree.containers import MutableState, State
 from dist_ckpt.core.storage import open_storage, real_path
 from dist_ckpt.errors import CheckpointError, ConflictError, RankError, UnequalReplicasError
@@ -138,7 +137,7 @@ class RunSaves:
             incarnation=self.incarnation,
             boundary=boundary,
             is_urgent=is_urgent,
-            make_room=need_no_room if self.maintenance is None else self.maintenance.make_room,
+            make_room=self.maintenance.make_room if self.maintenance else lambda nbytes: None,
         )
         path = f"{self.incarnation.root.rstrip('/')}/{FOLDER.format(step)}"
         self._begun, self.in_memory_only = {step}, False

@@ -24,7 +24,6 @@ from dist_ckpt.async_save.trainer.writer_handle import WriterHandle
 from dist_ckpt.async_save.writer.writer_messages import Go, Hello, Serve
 from dist_ckpt.core.comm.rank_messages import Failure
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.saving.save_options import never_urgent
 from dist_ckpt.errors import RankError, StorageError
 from dist_ckpt.testing.thread_channel import TEST_CONFIG
 from fake_writers import SOON_S, FakeWriter, order
@@ -47,7 +46,7 @@ class Rank:
     def agree(self, when_busy: WhenBusy = "wait") -> StartDecision | None:
         with self.session.operation("background save to /ck"):
             return agree_on_start(
-                self.session, lambda: self.writer, SaverInfo("job", None, when_busy), never_urgent
+                self.session, lambda: self.writer, SaverInfo("job", None, when_busy), lambda: False
             )
 
     def error(self) -> Exception:

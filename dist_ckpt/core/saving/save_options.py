@@ -36,15 +36,6 @@ MAX_MIRRORED_CHARS = 1024
 CheckReplicas = Literal["sample", "all"]
 
 
-def never_urgent() -> bool:
-    """Return False: a background save waits for an earlier save."""
-    return False
-
-
-def need_no_room(_nbytes: int) -> None:
-    """Do nothing: the save removes nothing to make room on the storage."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveOptions:
     """The options of `save`. Call `check` inside an exchange, so that all ranks raise its error.
@@ -72,8 +63,8 @@ class SaveOptions:
     check_replicas: CheckReplicas = "sample"
     incarnation: Incarnation | None = None
     boundary: int | None = None
-    is_urgent: Callable[[], bool] = never_urgent
-    make_room: Callable[[int], None] = need_no_room
+    is_urgent: Callable[[], bool] = lambda: False
+    make_room: Callable[[int], None] = lambda nbytes: None
 
     def check(self) -> None:
         """Raise TypeError or ValueError for options that are not valid."""
