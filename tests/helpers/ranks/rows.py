@@ -23,7 +23,7 @@ from fork_server import forked_python
 
 APART = (
     *("tests/benchmarks/", "tests/repository/", "tests/core/checkpoint/", "tests/core/commit/"),
-    *("tests/core/saving/", "tests/runs/", "tests/tools/"),
+    *("tests/core/loading/", "tests/core/saving/", "tests/runs/", "tests/tools/"),
 )
 
 
