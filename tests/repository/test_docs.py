@@ -36,8 +36,8 @@ HERE = [
     for block in BLOCKS
     if not block.reason and ((block.ranks and block.page not in RUN_BY) or block.language == "sh")
 ]
-# What a page reads, if another page has saved it: they run on the same days.
-READS = {"howto/look.md": "howto/runs.md"}
+# Pages that read what another page has saved run on the same days as that one.
+READS = {"howto/look.md": "howto/runs.md", "howto/parallelism.md": "howto/runs.md"}
 
 
 @pytest.fixture(scope="module")
