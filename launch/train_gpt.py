@@ -243,8 +243,9 @@ def train(args: argparse.Namespace, mesh: DeviceMesh | None, device: torch.devic
     state["rng"] = dc.RNG(on_reshard="drop")  # other ranks, other random streams
     save = dc.every(steps=args.save_every) | dc.at_end | dc.on_signal("TERM", "USR1")
     with dc.Checkpointer(args.root, save=save, stop_within_s=args.stop_within) as ck:
-        for step in ck.steps(state, until=args.steps):
-            write_digests(args, step - 1, model, optimizer)
+        for number, step in enumerate(ck.steps(state, until=args.steps)):
+            if number == 0:  # what was loaded
+                write_digests(args, step - 1, model, optimizer)
             started = time.perf_counter()
             inputs, targets = share_of(text.batch(state["samples"], args.batch), mesh, device)
             loss = model(inputs, targets)
@@ -255,6 +256,7 @@ def train(args: argparse.Namespace, mesh: DeviceMesh | None, device: torch.devic
             state["samples"] += args.batch
             seconds = time.perf_counter() - started
             say(f"step {step:4d}  loss {mean_over_dp(loss, mesh):.4f}  {seconds:.2f} s")
+            write_digests(args, step, model, optimizer)  # what is saved next
     return ck.stopped.exit_code if ck.stopped else 0
 
 

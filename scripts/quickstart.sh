@@ -139,7 +139,7 @@ newest=$((torn - save_every))
 is_committed "$newest" || fail "step $newest is not there"
 is_committed "$torn" && fail "step $torn was committed although a rank was killed"
 
-say "3. Go on with 2 ranks, FSDP2 only, from the newest committed step, which is still in memory"
+say "3. Go on with 2 ranks, FSDP2 only, from the newest step that is whole, in memory or on disk"
 train "$proof/two-ranks.log" 2 --steps $((torn + 1))
 wait "$job" || fail "the resumed training failed: $(reason_in "$proof/two-ranks.log")"
 job=
@@ -147,10 +147,14 @@ wait "$viewer" || true
 viewer=
 
 say "4. The proof"
+# The digests of what 2 ranks have loaded come first. It is step $torn if all ranks had staged it
+# whole before the kill: then it is in memory, and on no disk.
+loaded=$(find "$proof" -name 'step-*-on-2-ranks' | sort | head -n 1)
+cmp "${loaded/2-ranks/4-ranks}" "$loaded" || fail "what was loaded is not what was saved"
+resumed=${loaded##*/step-}
+resumed=$((10#${resumed%-on-2-ranks}))
+echo "  $(wc -l <"$loaded") tensors (weights and AdamW's moments) of step $resumed have the SHA-256 that they had on 4 ranks."
 saved=$(printf '%s/step-%08d-on-4-ranks' "$proof" "$newest")
-resumed=$(printf '%s/step-%08d-on-2-ranks' "$proof" "$newest")
-cmp "$saved" "$resumed" || fail "what was loaded is not what was saved"
-echo "  $(wc -l <"$saved") tensors (weights and AdamW's moments) have the SHA-256 that they had on 4 ranks."
 .venv/bin/python - "$(path_of "$newest")" "$saved" <<'PYTHON' || fail "the files hold something else"
 import hashlib
 import sys
@@ -166,10 +170,10 @@ with open(sys.argv[2]) as saved:
     assert lines == saved.readlines()
 assert "torch" not in sys.modules
 PYTHON
-echo "  So has what a process without torch reads from the files, put together from their shards."
+echo "  So has what a process without torch reads from the files of step $newest, put together from their shards."
 echo "  The loss goes on where it was:"
 echo "    step   4 ranks   2 ranks, resumed"
-for ((step = newest + 1; step <= torn; step++)); do
+for ((step = resumed + 1; step <= torn; step++)); do
     four=$(loss_of "$proof/four-ranks.log" "$step")
     two=$(loss_of "$proof/two-ranks.log" "$step")
     printf '    %4d   %7s   %7s\n' "$step" "$four" "$two"
@@ -179,7 +183,7 @@ done
 
 say "5. What there is to look at: dist-ckpt ls $root"
 .venv/bin/dist-ckpt ls "$root"
-say "dist-ckpt show $(path_of "$torn")"
-.venv/bin/dist-ckpt show "$(path_of "$torn")"
+say "dist-ckpt show $root@latest"
+.venv/bin/dist-ckpt show "$root@latest"
 
 say "Done in $((SECONDS - started)) s. Read launch/train_gpt.py next; the checkpoints stay in $root."
