@@ -242,10 +242,12 @@ def train(args: argparse.Namespace, mesh: DeviceMesh | None, device: torch.devic
     state |= {"model": model, "optim": optimizer, "scheduler": warmup}
     state["rng"] = dc.RNG(on_reshard="drop")  # other ranks, other random streams
     save = dc.every(steps=args.save_every) | dc.at_end | dc.on_signal("TERM", "USR1")
+    is_first = True
     with dc.Checkpointer(args.root, save=save, stop_within_s=args.stop_within) as ck:
-        for number, step in enumerate(ck.steps(state, until=args.steps)):
-            if number == 0:  # what was loaded
-                write_digests(args, step - 1, model, optimizer)
+        for step in ck.steps(state, until=args.steps):
+            if is_first:
+                write_digests(args, step - 1, model, optimizer)  # what was loaded
+                is_first = False
             started = time.perf_counter()
             inputs, targets = share_of(text.batch(state["samples"], args.batch), mesh, device)
             loss = model(inputs, targets)

@@ -21,7 +21,7 @@ from dist_ckpt.async_save.trainer.start_handshake import (
     agree_on_start,
 )
 from dist_ckpt.async_save.trainer.writer_handle import WriterHandle
-from dist_ckpt.async_save.writer.writer_messages import Go, Hello, Serve
+from dist_ckpt.async_save.writer.writer_messages import Go, Hello, Serve, StoreAddress
 from dist_ckpt.core.comm.rank_messages import Failure
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.errors import RankError, StorageError
@@ -80,12 +80,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..
         yield Rank(Session(channel, bulk, TEST_CONFIG), writer, fakes[rank])
         writer.kill()
 
-    def on_ranks(function: Callable[[Rank], Any], world_size: int = 2) -> Any:
+    def on_ranks(function: Callable[[Rank], Any], world_size: int = 2, **options: Any) -> Any:
         def run_rank(rank: int, channel: Any, bulk: Any) -> Any:
             with rank_of(channel, bulk) as one:
                 return function(one)
 
-        return run_ranks(run_rank, world_size=world_size, harness="threads")
+        return run_ranks(run_rank, world_size=world_size, harness="threads", **options)
 
     monkeypatch.setattr(writer_handle, "start_writer", start)
     yield on_ranks
@@ -109,6 +109,25 @@ def test_a_save_begins_after_the_one_before_whatever_the_clock_says(run, monkeyp
         return 1e9 < first.began_at < second.began_at < 1e9 + 1
 
     assert run(rank) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("machines", "peer"), [(["a", "a"], ""), (["a", "b"], "trainer-0"), (["", ""], "")]
+)
+def test_hosts_of_one_name_meet_where_the_ranks_of_the_job_did(machines, peer, run, monkeypatch):
+    """At the loopback address, a writer of another host would not find the store."""
+    monkeypatch.setenv("MASTER_ADDR", "trainer-0")
+    monkeypatch.setattr(start_handshake, "_own_machine", iter(machines).__next__)
+    peers: list[str] = []
+    serve_store = WriterHandle.serve_store
+
+    def serve(writer: WriterHandle, peer_host: str) -> StoreAddress:
+        peers.append(peer_host)
+        return serve_store(writer, peer_host)
+
+    monkeypatch.setattr(WriterHandle, "serve_store", serve)
+    run(lambda one: one.agree(), hosts=["clone", "clone"])
+    assert peers == [peer]
 
 
 # --- failures ----------------------------------------------------------------------------------

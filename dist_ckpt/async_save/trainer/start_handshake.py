@@ -6,6 +6,7 @@ It raises earlier failures on all ranks, decides for busy ranks, and selects the
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence, Set
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from dist_ckpt.core.comm.key_value.client_thread import JOB_STORE_TEXTS
 from dist_ckpt.core.comm.key_value.key_client import TOKEN_NBYTES
 from dist_ckpt.core.comm.rank_messages import Failure, build_error, describe_error
 from dist_ckpt.core.comm.session import Session
+from dist_ckpt.core.runtime.processes import find_process
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.errors import RankError
 
@@ -49,6 +51,7 @@ class _WriterState(Message, frozen=True):
 
     `failed` has the saves whose failure was not reported yet, and their errors. `paused` is a save
     that can be superseded, or "". `joined` is the store of its last meeting with other writers.
+    `machine` is that of the rank, as hosts may have the same name.
     """
 
     saver: SaverInfo
@@ -58,6 +61,7 @@ class _WriterState(Message, frozen=True):
     paused: str
     joined: StoreAddress | None
     host: str
+    machine: str
     newest_at: float
 
 
@@ -115,6 +119,7 @@ def agree_on_start(
                 paused=paused,
                 joined=writer.joined,
                 host=channel.host,
+                machine=_own_machine(),
                 newest_at=writer.newest_at,
             )
             gathered = readying.gather(writer_state)
@@ -168,8 +173,17 @@ def _choose_store(states: Sequence[_WriterState], writer: WriterHandle) -> Store
     joined = states[0].joined
     if joined is not None and all(state.joined == joined for state in states):
         return joined
-    hosts = [state.host for state in states if state.host != states[0].host]
-    return writer.serve_store(hosts[0] if hosts else "")
+    own = states[0]
+    others = [state.host for state in states if state.host != own.host]
+    if not others and any(state.machine != own.machine for state in states):
+        # By their name a host would reach itself.
+        others = [os.environ.get("MASTER_ADDR", own.host)]
+    return writer.serve_store(others[0] if others else "")
+
+
+def _own_machine() -> str:
+    process = find_process(os.getpid())
+    return process.machine if process else ""
 
 
 def _apply_decision(start: StartDecision, writer: WriterHandle) -> StartDecision | None:
