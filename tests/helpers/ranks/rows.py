@@ -26,11 +26,13 @@ APART = (
     *("tests/core/loading/", "tests/core/saving/", "tests/runs/", "tests/tools/"),
 )
 
+WAITS_IN_PROCESSES = "waits in processes"
+
 
 def row_of(item: pytest.Item) -> str:
     """Return the name of the row that runs a test."""
     if item.get_closest_marker("waits"):
-        return "waits in processes" if item.get_closest_marker("multi_process") else "waits"
+        return WAITS_IN_PROCESSES if item.get_closest_marker("multi_process") else "waits"
     if item.nodeid.startswith(APART):
         return "apart"
     return "processes" if item.get_closest_marker("multi_process") else "computes"
@@ -47,6 +49,9 @@ class Rows:
         rows: dict[str, list[pytest.Item]] = {}
         for item in session.items:
             rows.setdefault(row_of(item), []).append(item)
+        # It would be the longest row, and takes the least of a core.
+        if len(waiting := rows.get(WAITS_IN_PROCESSES, [])) > 1:
+            rows[WAITS_IN_PROCESSES], rows["more waits in processes"] = waiting[::2], waiting[1::2]
         forked_python()
         if len(os.listdir("/proc/self/task")) > 1:
             raise RuntimeError("importing the tests starts threads, which no fork would have")
