@@ -33,7 +33,7 @@ def root() -> Iterator[Path]:
 
 @pytest.fixture
 def forbid(root: Path) -> Iterator[Any]:
-    """Return what takes permissions of a path, and makes this process an ordinary user."""
+    """Return a function that removes the permissions of a path and drops the rights of root."""
     changed: list[Path] = []
     is_root = os.geteuid() == 0
 

@@ -87,7 +87,7 @@ def test_what_is_there_is_replaced_only_if_asked(source: Path, tmp_path: Path) -
 
 
 def test_what_cannot_be_leased_is_copied(source: Path, tmp_path: Path, monkeypatch, caplog) -> None:
-    """A copy saves it from a full disk, and of another user's run there is no lease at all."""
+    """Users copy a checkpoint away from a full disk, or out of the run of another user."""
     dc.Run(source.parent).metrics(7, {"loss": 0.5})
 
     def refuse(self: Lease) -> None:

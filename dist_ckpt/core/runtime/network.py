@@ -50,7 +50,7 @@ class LivenessPort:
 
     def __init__(self, towards: str | None) -> None:
         self._listener: socket.socket | None = None
-        self._end: object = None  # of the listener
+        self._bound_to: object = None
         self._address = ""
         self._host: Future[str] = Future()
         if towards is None or not hasattr(socket, "TCP_DEFER_ACCEPT"):
@@ -61,7 +61,7 @@ class LivenessPort:
         _ports.add(self)
 
     def renew(self, timeout_s: float = 0.0) -> str:
-        """Listen unless it does, and drop strangers. Return the address, "" if it has none.
+        """Listen if it does not yet, and close connections of strangers. Return the address, or "".
 
         The first call may wait for `timeout_s` for the name service. Never raises OSError.
         """
@@ -76,7 +76,7 @@ class LivenessPort:
         return self._address if self._listener else ""
 
     def close(self) -> None:
-        """Stop to answer. `renew` listens again, at another port."""
+        """Stop answering. `renew` listens again, at another port."""
         with _no_fork:  # a child that is forked meanwhile would keep it
             self._forget_what_is_closed()
             listener, self._listener = self._listener, None
@@ -87,7 +87,7 @@ class LivenessPort:
         """Let go of a descriptor that the program has closed: it may be another file's by now."""
         if self._listener is not None:
             with suppress(OSError):
-                if self._listener.getsockname() == self._end:
+                if self._listener.getsockname() == self._bound_to:
                     return
             self._listener.detach()
             self._listener = None
@@ -98,7 +98,7 @@ class LivenessPort:
         listener = listen(host if is_local else "", 0)
         listener.settimeout(0)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, DEFER_S)
-        self._end = listener.getsockname()
+        self._bound_to = listener.getsockname()
         self._address = f"{host}:{listener.getsockname()[1]}"
         return listener
 
@@ -148,7 +148,7 @@ def find_listening(addresses: Iterable[str], timeout_s: float = ANSWER_S) -> dic
                 with link, suppress(OSError):  # a proxy may reset the connection at any moment
                     error = link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
                     if error in (0, errno.ECONNREFUSED):
-                        found[address] = not error and not _is_own_end(link)
+                        found[address] = not error and not _is_self_connected(link)
     finally:
         for _, link in links.values():
             link.close()
@@ -188,7 +188,7 @@ def _begin_connection(family: int, kind: int, endpoint: tuple[Any, ...]) -> sock
     return link
 
 
-def _is_own_end(link: socket.socket) -> bool:
+def _is_self_connected(link: socket.socket) -> bool:
     """Return True if a socket is connected with itself, as nothing listened on this host."""
     return bool(link.getsockname() == link.getpeername())
 

@@ -290,16 +290,17 @@ def test_ranks_that_ask_for_several_processes_of_a_machine_all_get_an_answer(clo
 # --- what the kernel of another host answers ------------------------------------------------------
 
 
-def heart_of_a_lone_rank() -> HeartbeatSender:
-    """The heart of a rank whose machine has no other rank."""
-    return HeartbeatSender("a", THERE, address="there:1", inside=True)
+def watch_a_lone_rank() -> tuple[Line, FailureDetector]:
+    """Return a detector that has seen one heartbeat of a rank, which is alone on its machine."""
+    line = Line()
+    watch = watch_of(line, witness_at(HERE))
+    line.send(HeartbeatSender("a", THERE, address="there:1", inside=True))
+    assert loss_of(watch) is None
+    return line, watch
 
 
 def test_a_rank_without_a_witness_whose_port_answers_is_late_up_to_the_limit(clock, states, ports):
-    line = Line()
-    watch = watch_of(line, witness_at(HERE))
-    line.send(heart_of_a_lone_rank())
-    assert loss_of(watch) is None
+    line, watch = watch_a_lone_rank()
     ports["there:1"] = True
     losses = [pass_time(clock, watch, line, None) for _ in range(4, LATE_S, 4)]
     assert {*losses} == {None}
@@ -309,10 +310,7 @@ def test_a_rank_without_a_witness_whose_port_answers_is_late_up_to_the_limit(clo
 
 @pytest.mark.parametrize("seconds", [8, 40])
 def test_a_rank_whose_port_is_closed_is_dead_after_the_silence(seconds, clock, states, ports):
-    line = Line()
-    watch = watch_of(line, witness_at(HERE))
-    line.send(heart_of_a_lone_rank())
-    assert loss_of(watch) is None
+    line, watch = watch_a_lone_rank()
     ports["there:1"] = True
     assert {pass_time(clock, watch, line, None) for _ in range(0, seconds, 4)} == {None}
     ports["there:1"] = False
@@ -324,10 +322,7 @@ def test_a_rank_whose_port_is_closed_is_dead_after_the_silence(seconds, clock, s
 def test_a_host_that_is_lost_after_its_port_has_answered_is_dead_after_the_silence(
     clock, states, ports
 ):
-    line = Line()
-    watch = watch_of(line, witness_at(HERE))
-    line.send(heart_of_a_lone_rank())
-    assert loss_of(watch) is None
+    line, watch = watch_a_lone_rank()
     ports["there:1"] = True
     assert {pass_time(clock, watch, line, None) for _ in range(10)} == {None}
     del ports["there:1"]
@@ -339,10 +334,7 @@ def test_a_host_that_is_lost_after_its_port_has_answered_is_dead_after_the_silen
 def test_the_port_of_a_process_that_a_witness_has_seen_to_end_is_no_sign_of_life(
     state, clock, states, ports
 ):
-    line, other = Line(), witness_at(THERE)
-    watch = watch_of(line, witness_at(HERE))
-    line.send(heart_of_a_lone_rank())
-    assert loss_of(watch) is None
+    (line, watch), other = watch_a_lone_rank(), witness_at(THERE)
     states[2, 20, 0], ports["there:1"] = state, True
     losses = [pass_time(clock, watch, line, other) for _ in range(5)]
     assert losses[:-1] == [None] * 4
@@ -351,20 +343,14 @@ def test_the_port_of_a_process_that_a_witness_has_seen_to_end_is_no_sign_of_life
 
 def test_while_a_witness_looks_the_port_is_not_asked(clock, states, ports):
     """A process that is stopped has an open port."""
-    line, other = Line(), witness_at(THERE)
-    watch = watch_of(line, witness_at(HERE))
-    line.send(heart_of_a_lone_rank())
-    assert loss_of(watch) is None
+    (line, watch), other = watch_a_lone_rank(), witness_at(THERE)
     states[2, 20, 0], ports["there:1"] = "stopped", True
     assert [pass_time(clock, watch, line, other) for _ in range(10)] == [None] * 10
     assert watch.find_lateness(1) == "is stopped, and has not run Python for 40 s"
 
 
 def test_the_port_of_a_process_that_hung_when_it_was_last_seen_is_not_asked(clock, states, ports):
-    line, other = Line(), witness_at(THERE)
-    watch = watch_of(line, witness_at(HERE))
-    line.send(heart_of_a_lone_rank())
-    assert loss_of(watch) is None
+    (line, watch), other = watch_a_lone_rank(), witness_at(THERE)
     states[2, 20, 0], ports["there:1"] = "running", True
     assert [pass_time(clock, watch, line, other) for _ in range(10)] == [None] * 10
     states[2, 20, 0] = "blocked"
@@ -388,10 +374,7 @@ def test_more_late_ranks_than_are_looked_at_together_are_all_waited_for(clock, p
 
 
 def test_a_firewall_that_refuses_is_no_death_while_a_witness_sees_the_process(clock, states, ports):
-    line, other = Line(), witness_at(THERE)
-    watch = watch_of(line, witness_at(HERE))
-    line.send(heart_of_a_lone_rank())
-    assert loss_of(watch) is None
+    (line, watch), other = watch_a_lone_rank(), witness_at(THERE)
     states[2, 20, 0], ports["there:1"] = "running", False
     for seconds in range(4, 80, 4):  # the witness answers once in a while
         answers = other if seconds % 16 == 12 else None

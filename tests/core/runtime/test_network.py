@@ -265,7 +265,7 @@ def test_a_connection_that_is_reset_during_a_look_is_no_error(port, monkeypatch)
     def reset(_: object) -> bool:
         raise OSError(errno.ENOTCONN, "Transport endpoint is not connected")
 
-    monkeypatch.setattr(network, "_is_own_end", reset)
+    monkeypatch.setattr(network, "_is_self_connected", reset)
     assert find_listening([port.renew()], HANG_S) == {}
 
 

@@ -261,7 +261,7 @@ def _answer(
 
 
 def _send(connection: socket.socket, number: int) -> None:
-    """Send a number to who started a child. Who is gone meanwhile must not end the server."""
+    """Send a number to the process that started a child. If it has ended, the server goes on."""
     with suppress(ConnectionError):
         connection.sendall(number.to_bytes(8, "big"))
 

@@ -104,8 +104,9 @@ def leased_source(storage: Storage, path: str) -> Iterator[tuple[Attempt, Index]
 def leased(storage: Storage, path: str, attempt: Attempt, index: Index) -> Iterator[None]:
     """Protect a checkpoint against removal inside the `with`, if its root has records of a run.
 
-    A root without records has no leases, and a full disk or the root of another user gets none.
-    There, a read of a removed checkpoint raises NotFoundError.
+    A root without records has no leases. If the storage cannot write the lease, as on a full disk
+    or in the root of another user, a warning is logged. In both cases the checkpoint is not
+    protected, and a read raises NotFoundError once it is removed.
     """
     root = path.rpartition("/")[0] or "/"
     with ExitStack() as stack:
