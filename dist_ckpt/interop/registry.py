@@ -7,6 +7,7 @@ only when its marker exists: loading a dist_ckpt checkpoint imports no reader.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Collection
 from contextlib import closing
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ DEEPSPEED_LATEST = "latest"
 DEEPSPEED_STATES = "_states.pt"
 LIGHTNING_META = "meta.pt"
 MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
+MEGATRON_LATEST_STATE = "latest_train_state.pt"  # the tracker of Megatron Bridge
+MEGATRON_ITERATION = re.compile(r"iter_(\d{7,})")
 MEGATRON_ABOUT = "metadata.json"
 MEGATRON_COMMON = "common.pt"
 
@@ -64,6 +67,7 @@ FORMATS = {
 _FOLDER_MARKERS = (
     ((LIGHTNING_META, DCP_METADATA), "lightning"),
     ((MEGATRON_LATEST,), "megatron"),
+    ((MEGATRON_LATEST_STATE,), "megatron"),
     ((MEGATRON_ABOUT, MEGATRON_COMMON), "megatron"),
     (("random_states_0.pkl",), "accelerate"),
 )
@@ -105,6 +109,8 @@ def _open_folder(storage: Storage, path: str, names: Collection[str]) -> Storage
     for markers, format_name in _FOLDER_MARKERS:
         if all(map(has, markers)):
             raise _import_error(format_name, path)
+    if any(map(MEGATRON_ITERATION.fullmatch, names)):  # the tracker is lost
+        raise _import_error("megatron", path)
     has_marker = any(n == DEEPSPEED_LATEST or n.endswith(DEEPSPEED_STATES) for n in names)
     if has_marker and reader_module("frameworks.read_deepspeed").is_folder(storage, path):
         raise _import_error("deepspeed", path)
