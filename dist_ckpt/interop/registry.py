@@ -33,7 +33,7 @@ DEEPSPEED_STATES = "_states.pt"
 LIGHTNING_META = "meta.pt"
 MEGATRON_LATEST = "latest_checkpointed_iteration.txt"
 MEGATRON_LATEST_STATE = "latest_train_state.pt"  # the tracker of Megatron Bridge
-MEGATRON_ITERATION = re.compile(r"iter_(\d{7,})")
+MEGATRON_STEP = re.compile(r"iter_(\d{7,})")
 MEGATRON_ABOUT = "metadata.json"
 MEGATRON_COMMON = "common.pt"
 
@@ -109,7 +109,7 @@ def _open_folder(storage: Storage, path: str, names: Collection[str]) -> Storage
     for markers, format_name in _FOLDER_MARKERS:
         if all(map(has, markers)):
             raise _import_error(format_name, path)
-    if any(map(MEGATRON_ITERATION.fullmatch, names)):  # the tracker is lost
+    if any(map(MEGATRON_STEP.fullmatch, names)):  # the tracker is lost
         raise _import_error("megatron", path)
     has_marker = any(n == DEEPSPEED_LATEST or n.endswith(DEEPSPEED_STATES) for n in names)
     if has_marker and reader_module("frameworks.read_deepspeed").is_folder(storage, path):

@@ -278,6 +278,70 @@ def test_what_is_not_included_may_be_anything(tmp_path: Path, name: str) -> None
     assert not (tmp_path / "6").exists()
 
 
+class OfDevice:
+    """Pickled as torch does with a tensor of a device without storages, such as XLA."""
+
+    def __init__(self, tensor: torch.Tensor, device: str = "cpu", **changes: Any) -> None:
+        values = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+        self.args = (changes.get("array", values.numpy()), tensor.dtype, device, False)
+        self.name = changes.get("name", "_rebuild_device_tensor_from_numpy")
+
+    def __reduce__(self) -> Any:
+        return getattr(torch._utils, self.name), self.args
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_tensors_of_xla_come_as_torch_loads_them(tmp_path: Path, world_size: int) -> None:
+    torch.manual_seed(5)
+    tensors = {
+        "f32": torch.randn(5, 7),
+        "bf16": torch.randn(300, 100).bfloat16(),
+        "special": torch.tensor([float("nan"), float("inf"), -0.0, 1e-40]).bfloat16(),
+        "i64": torch.arange(6).reshape(2, 3),
+        "scalar": torch.tensor(2.5, dtype=torch.bfloat16),
+        "one": torch.ones(1, 1, dtype=torch.bfloat16),
+        "empty": torch.empty(2, 0, dtype=torch.bfloat16),
+        "bool": torch.tensor([True, False]),
+    }
+    tied = OfDevice(tensors["f32"])
+    rows: Any = {name: OfDevice(value) for name, value in tensors.items()}
+    found = imported(
+        tmp_path,
+        {"m": {**rows, "tied": tied, "other": tied, "cpu": torch.ones(2)}, "n": 1},
+        world_size=world_size,
+    )
+    loaded = torch.load(tmp_path / "a.pt", weights_only=False)
+    same(loaded, found)
+    assert found["m"]["bf16"].dtype == torch.bfloat16
+    assert found["m"]["tied"] is found["m"]["other"]
+    assert found["m"]["tied"] is not found["m"]["f32"]
+    for device, name in (
+        ("xla:0", "_rebuild_device_tensor_from_numpy"),
+        ("xla:1", "_rebuild_xla_tensor"),
+    ):
+        torch.save({k: OfDevice(v, device, name=name) for k, v in tensors.items()}, tmp_path / "x")
+        target = tmp_path / f"of {device}"
+        imports.from_torch(tmp_path / "x", target)
+        state: dict[Any, Any] = {}
+        dc.load(state, target)
+        same(state["model"], tensors)
+
+
+def test_what_numpy_cannot_give_a_device_back_is_refused(tmp_path: Path) -> None:
+    half = torch.ones(2, dtype=torch.float16)
+    for array, message in (
+        (np.ones(2, np.float32), "x is a tensor of float16, saved by 'cpu' as float32: save it fr"),
+        (np.asfortranarray(np.ones((2, 3), np.float16)), "array of dtype <f2 in column order"),
+    ):
+        torch.save({"x": OfDevice(half, array=array)}, tmp_path / "a.pt")
+        with pytest.raises(IncompatibleError, match=message):
+            imports.from_torch(tmp_path / "a.pt", tmp_path / "ours")
+    inexact = OfDevice(torch.ones(2).bfloat16(), array=np.full(2, 1.1, np.float32))
+    torch.save({"x": inexact}, tmp_path / "a.pt")
+    with pytest.raises(IncompatibleError, match="x is a tensor of bfloat16, saved by"):
+        imports.from_torch(tmp_path / "a.pt", tmp_path / "ours")
+
+
 def flip(path: Path, data: bytes) -> None:
     """Flip a bit in the middle of some bytes of a file."""
     content = bytearray(path.read_bytes())

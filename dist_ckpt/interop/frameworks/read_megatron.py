@@ -24,9 +24,9 @@ from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
 from dist_ckpt.interop.registry import (
     MEGATRON_ABOUT,
     MEGATRON_COMMON,
-    MEGATRON_ITERATION,
     MEGATRON_LATEST,
     MEGATRON_LATEST_STATE,
+    MEGATRON_STEP,
     is_file,
     read_bytes,
 )
@@ -72,7 +72,7 @@ def find_latest(storage: Storage, path: str) -> str:
     The latest is that of the tracker, as Megatron resumes. A complete newer one is logged. Without
     a tracker, NotFoundError lists the iterations.
     """
-    names = _list_iterations(storage, path)
+    names = _list_step_folders(storage, path)
     complete = [name for name in names if is_file(storage, f"{path}/{name}/{MEGATRON_ABOUT}")]
     folder = _read_tracker(storage, path)
     if folder is None:
@@ -82,7 +82,7 @@ def find_latest(storage: Storage, path: str) -> str:
                 f"of one, such as {path}/{(complete or names)[-1]}. {_describe(complete)}"
             )
         return path
-    if folder != "release" and not MEGATRON_ITERATION.fullmatch(folder):
+    if folder != "release" and not MEGATRON_STEP.fullmatch(folder):
         raise NotFoundError(
             f"{path}: its tracker names {quote(folder)}, and not an iteration: give the folder of "
             f"one. {_describe(complete)}"
@@ -92,7 +92,7 @@ def find_latest(storage: Storage, path: str) -> str:
             f"{path}/{folder}: the folder that the tracker names does not exist: give the folder "
             f"of another iteration. {_describe(complete)}"
         )
-    newer = [name for name in complete if _iteration(name) > _iteration(folder)]
+    newer = [name for name in complete if _step_number(name) > _step_number(folder)]
     if newer and folder != "release":
         _log.warning(
             "%s: %s is imported, which the tracker names, but %s is complete and newer: to import "
@@ -119,16 +119,16 @@ def _read_tracker(storage: Storage, path: str) -> str | None:
     return f"iter_{step:07}" if type(step) is int and step >= 0 else str(step)
 
 
-def _list_iterations(storage: Storage, path: str) -> list[str]:
+def _list_step_folders(storage: Storage, path: str) -> list[str]:
     """Return the names of the folders of iterations, in ascending order."""
     try:
         names = [entry.name for entry in storage.list(path)]
     except (FileNotFoundError, NotADirectoryError, CheckpointError):
         return []
-    return sorted((name for name in names if MEGATRON_ITERATION.fullmatch(name)), key=_iteration)
+    return sorted((name for name in names if MEGATRON_STEP.fullmatch(name)), key=_step_number)
 
 
-def _iteration(folder: str) -> int:
+def _step_number(folder: str) -> int:
     return int(folder.removeprefix("iter_")) if folder != "release" else 0
 
 

@@ -299,7 +299,8 @@ class NestedState:
 
     def _add_tensor(self, fqn: str, view: TensorView, pickled: Pickled) -> None:
         chunk = pickled.locate(view, fqn)
-        key = (chunk.file, chunk.start, view.dtype, view.shape, view.strides)
+        source = chunk.file if chunk.data is None else id(chunk.data)
+        key = (source, chunk.start, view.dtype, view.shape, view.strides)
         first = self._first.setdefault(key, fqn) if 0 not in view.shape else fqn
         if first != fqn:
             self._aliases[fqn] = first

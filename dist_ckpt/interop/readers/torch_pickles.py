@@ -53,10 +53,14 @@ STORAGES = {
 
 @dataclass(frozen=True, slots=True)
 class StorageRef:
-    """A storage of tensors: the record with its bytes, and its dtype if it has one."""
+    """A storage of tensors: the record with its bytes, and its dtype if it has one.
+
+    If the bytes are in the pickle itself, they are in `data`, and no record has them.
+    """
 
     key: str
     dtype: str | None
+    data: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +291,14 @@ class NumpyArray:
     def __init__(self, *_: object) -> None:
         self.value: ArrayValue | None = None
         self.dtype = "unknown"
+        self._is_bfloat16: bool | None = None
+
+    def is_bfloat16(self) -> bool:
+        """Return True if no value of a float32 array has more digits than bfloat16."""
+        if self._is_bfloat16 is None:  # a hostile file may ask many times
+            data = self.value.data if self.value is not None else b""
+            self._is_bfloat16 = not any(data[half::4].strip(b"\0") for half in (0, 1))
+        return self._is_bfloat16
 
     def set_state(self, state: object) -> None:
         """Set the dtype, the shape and the bytes."""
@@ -303,6 +315,26 @@ class NumpyArray:
                 self.dtype = f"{dtype.code} in column order"  # or of objects: "|O8"
             case _:
                 raise TypeError("an invalid numpy array")
+
+
+def _make_tensor_of_numpy(
+    array: object, dtype: object, device: object, _: object
+) -> TensorView | UnknownObject:
+    """`_rebuild_device_tensor_from_numpy`: a tensor of a device without storages, such as XLA."""
+    if not isinstance(array, NumpyArray) or not isinstance(dtype, DTypeValue):
+        raise TypeError("a tensor without an array")
+    if (value := array.value) is None:
+        fact = f"is a tensor of {quote(device)} in a numpy array of dtype {array.dtype}"
+        return UnknownObject("torch.Tensor", f"{fact}, which cannot be stored")
+    strides = row_major_strides(value.shape)
+    storage = StorageRef("in the pickle", dtype.name, value.data)
+    if value.dtype == dtype.name:
+        return TensorView(storage, dtype.name, 0, value.shape, strides)
+    if (value.dtype, dtype.name) != ("float32", "bfloat16") or not array.is_bfloat16():
+        fact = f"is a tensor of {dtype.name}, saved by {quote(device)} as {value.dtype}"
+        return UnknownObject("torch.Tensor", f"{fact}: save it from the CPU (`tensor.cpu()`)")
+    # numpy has no bfloat16. In the float32 of such a value, the high two bytes are the value.
+    return TensorView(storage, dtype.name, 1, value.shape, tuple(2 * step for step in strides))
 
 
 def _make_numpy_scalar(dtype: object, data: object) -> NumpyScalar | UnknownObject:
@@ -346,6 +378,8 @@ _BUILTINS: Mapping[str, Callable[..., object]] = {
 _FUNCTIONS: Mapping[str, Callable[..., object]] = {
     "torch._utils _rebuild_tensor_v2": _make_tensor,
     "torch._utils _rebuild_tensor_v3": _make_tensor_of_dtype,
+    "torch._utils _rebuild_device_tensor_from_numpy": _make_tensor_of_numpy,
+    "torch._utils _rebuild_xla_tensor": _make_tensor_of_numpy,  # its name in old versions
     "torch._utils _rebuild_parameter": _make_parameter,
     "torch._utils _rebuild_parameter_with_state": _make_parameter,
     "torch._tensor _rebuild_from_type_v2": _make_tensor_of_class,

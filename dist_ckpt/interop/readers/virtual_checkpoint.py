@@ -117,7 +117,8 @@ class ForeignChunk:
     """A cell of a tensor, little-endian in a file, from byte `start` on, within `record`.
 
     It is row-major, unless it has `strides`. Then a read copies the whole cell into row-major
-    order, in memory.
+    order, in memory. `data` has the bytes that are not in the file as they are; `start` counts in
+    them.
     """
 
     cell: Cell
@@ -125,6 +126,7 @@ class ForeignChunk:
     start: int
     strides: Shape | None = None
     record: CheckedRange | None = None
+    data: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,10 +372,11 @@ class _VirtualFile:
 
     def _read(self, number: int, within: int, target: memoryview) -> int:
         span, chunk = self._segments[number]
+        inner = self._inner if chunk.data is None else BytesFile(chunk.data)
         if self._checks is not None:
             self._checks.begin(chunk, self._inner)
         if chunk.strides is None:
-            count = self._inner.read_into(chunk.start + within, target)
+            count = inner.read_into(chunk.start + within, target)
             if self._checks is not None:
                 self._checks.add(chunk, within, target[:count], self._inner)
             return count
@@ -382,31 +385,32 @@ class _VirtualFile:
                 self._in_order = None
                 shape = chunk.cell.shape if isinstance(chunk.cell, Region) else (chunk.cell.numel,)
                 itemsize = span.nbytes // prod(shape)
-                data = self._read_strided(chunk.start, shape, chunk.strides, itemsize)
+                data = _read_strided(inner, chunk.start, shape, chunk.strides, itemsize)
                 self._in_order = number, data
             data = self._in_order[1][within : within + len(target)]
         target[: len(data)] = data
         return len(data)
 
-    def _read_strided(self, start: int, shape: Shape, strides: Shape, itemsize: int) -> memoryview:
-        """Return the elements in row-major order, and read few bytes between distant elements."""
-        spanned = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-        if spanned * itemsize <= max(
-            _MAX_SPARSENESS * prod(shape) * itemsize, _MAX_DENSE_READ_NBYTES
-        ):
-            elements = memoryview(bytearray(spanned * itemsize))
-            count = self._inner.read_into(start, elements)
-            return _in_row_major_order(elements[:count], shape, strides, itemsize)
-        data = bytearray()
-        for row in range(shape[0]):
-            at = start + row * strides[0] * itemsize
-            data += self._read_strided(at, shape[1:], strides[1:], itemsize)
-        return memoryview(data)
-
     def close(self) -> None:
         """See `ReadableFile.close`."""
         self._in_order = None
         self._inner.close()
+
+
+def _read_strided(
+    file: ReadableFile, start: int, shape: Shape, strides: Shape, itemsize: int
+) -> memoryview:
+    """Return the elements in row-major order, and read few bytes between distant elements."""
+    spanned = 1 + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    if spanned * itemsize <= max(_MAX_SPARSENESS * prod(shape) * itemsize, _MAX_DENSE_READ_NBYTES):
+        elements = memoryview(bytearray(spanned * itemsize))
+        count = file.read_into(start, elements)
+        return _in_row_major_order(elements[:count], shape, strides, itemsize)
+    data = bytearray()
+    for row in range(shape[0]):
+        at = start + row * strides[0] * itemsize
+        data += _read_strided(file, at, shape[1:], strides[1:], itemsize)
+    return memoryview(data)
 
 
 def _in_row_major_order(

@@ -146,8 +146,8 @@ class Archive:
 
     def locate(self, view: TensorView, fqn: str) -> ForeignChunk:
         """Return the location of a tensor's elements, as a whole tensor."""
-        name = f"data/{view.storage.key}"
-        start, nbytes = self._records.locate(name)
+        name, data = f"data/{view.storage.key}", view.storage.data
+        start, nbytes = self._records.locate(name) if data is None else (0, len(data))
         first, end = (n * view.itemsize for n in (view.start, view.start + view.num_spanned))
         if end > nbytes and view.num_spanned:
             raise CorruptError(
@@ -167,12 +167,15 @@ class Archive:
                 f"{self.label}: its tensors up to {fqn} have more than {_MAX_EXPANSION} times its "
                 f"{self._nbytes} bytes: save clones of them"
             )
+        cell, strides = Region.whole(view.shape), None if view.is_contiguous else view.strides
+        if data is not None:  # the pickle has a checksum, which was checked
+            return ForeignChunk(cell, self._path, first, strides, data=data)
         label, crc32 = f"{self.label}: its record {name}", self._records.records[name].checksum
         return ForeignChunk(
-            Region.whole(view.shape),
+            cell,
             self._path,
             self._start + start + first,
-            None if view.is_contiguous else view.strides,
+            strides,
             CheckedRange(label, self._start + start, nbytes, crc32),
         )
 
@@ -182,6 +185,8 @@ class Archive:
         nbytes = prod(view.shape) * view.itemsize
         if not view.is_contiguous or nbytes > _MAX_PICKLE_NBYTES:
             raise CorruptError(f"{self.label}: {fqn} is not small and contiguous; use another file")
+        if chunk.data is not None:
+            return chunk.data[chunk.start :][:nbytes]
         assert chunk.record is not None
         chunk.record.check(self._file)
         return self._read(chunk.start - self._start, nbytes)
