@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from dist_ckpt.async_save.snapshots.recovered_snapshots import find_files_on_host
+from dist_ckpt.async_save.snapshots.snapshot_files import find_files_on_host
 from dist_ckpt.core.checkpoint.opener import MemoryFiles, Opener
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.interop.registry import open_foreign

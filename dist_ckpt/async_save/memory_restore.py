@@ -14,9 +14,11 @@ from dist_ckpt.async_save.snapshots.job_folder import JobFolder, RankFolder
 from dist_ckpt.async_save.snapshots.recovered_snapshots import (
     RecoveredSave,
     SaveIdentity,
+    open_saves,
+)
+from dist_ckpt.async_save.snapshots.snapshot_files import (
     find_checkpoint_files,
     make_uncommitted_files,
-    open_saves,
 )
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo
 from dist_ckpt.async_save.writer.staged_save import index_fields

@@ -11,7 +11,8 @@ import pytest
 from dist_ckpt.async_save.snapshots.arena import Arena, ArenaPool, ArenaReader
 from dist_ckpt.async_save.snapshots.arena_layout import Image, Seal, Snapshot, arena_nbytes
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.async_save.snapshots.recovered_snapshots import MemoryFile, RecoveredSnapshot
+from dist_ckpt.async_save.snapshots.recovered_snapshots import RecoveredSnapshot
+from dist_ckpt.async_save.snapshots.snapshot_files import MemoryFile
 from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.storage import ReadableFile, Storage
 from dist_ckpt.core.storage.overlay_storage import BytesFile, OverlayStorage

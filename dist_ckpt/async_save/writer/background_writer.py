@@ -12,7 +12,6 @@ import faulthandler
 import gc
 import logging
 import os
-import platform
 import resource
 import signal
 import socket
@@ -286,7 +285,7 @@ def _lower_priority() -> None:
     """Lower the CPU and I/O priority of this process and its later threads."""
     with suppress(OSError):
         os.nice(_NICENESS)
-    number = _IOPRIO_SET.get(platform.machine())
+    number = _IOPRIO_SET.get(os.uname().machine)
     if sys.platform == "linux" and number is not None:
         ctypes.CDLL(None).syscall(number, 1, 0, _IOPRIO)
 

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -28,7 +28,6 @@ from dist_ckpt.async_save.writer.writer_messages import (
     StoreAddress,
     Write,
 )
-from dist_ckpt.core.checkpoint.verify_checkpoint import record_damage
 from dist_ckpt.core.comm.collectives.collective import DistinctPayloads
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, Channel, SingleProcessChannel
 from dist_ckpt.core.comm.exchange.store_channel import StoreChannel
@@ -45,7 +44,7 @@ from dist_ckpt.core.runtime.host_memory import BufferPool
 from dist_ckpt.core.runtime.processes import find_process
 from dist_ckpt.core.saving.agreement import build_plan
 from dist_ckpt.core.shard_io.write.link_unchanged import LinkableSaves, SavedFiles, write_or_link
-from dist_ckpt.core.storage import open_storage
+from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.storage_wrappers import CountingStorage, RateLimit, RateLimitedStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError, RankError
 from dist_ckpt.reports import Phases, SaveReport
@@ -290,10 +289,17 @@ class WriterSave:
         part = write_or_link(target, folder, staged.files, earlier, threads=threads, slots=buffers)
         staged.seal_as(self._attempt, part.receipts)
         self._saved = part.saved
-        for error in part.damaged:
-            record_damage(storage, error)
+        if part.damaged:
+            _record_damage(storage, part.damaged)
         seconds = time.monotonic() - start
         return RankWriteResult(part.receipts, staged.details.replicas, seconds, part.linked)
+
+
+def _record_damage(storage: Storage, errors: Sequence[CorruptError]) -> None:
+    from dist_ckpt.core.checkpoint.verify_checkpoint import record_damage  # noqa: PLC0415  (few writers find damage)
+
+    for error in errors:
+        record_damage(storage, error)
 
 
 class WriterQueue:

@@ -17,7 +17,7 @@ from dist_ckpt.core.format.shard_file import ShardFile, decode_header
 from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.saving.save import save_together
 from dist_ckpt.core.saving.save_options import SaveOptions
-from dist_ckpt.core.shard_io.write import link_unchanged
+from dist_ckpt.core.shard_io.write import copy_files
 from dist_ckpt.core.shard_io.write.link_unchanged import (
     MAX_SHARED,
     READ_BACK_EVERY,
@@ -260,7 +260,7 @@ def test_what_was_read_back_is_read_back_again_after_some_saves(
         read.append(now[0])
         return real(*arguments, **options)
 
-    monkeypatch.setattr(link_unchanged, "decode_header", decode)  # of a file that is read back
+    monkeypatch.setattr(copy_files, "decode_header", decode)  # of a file that is read back
     last = 3 + READ_BACK_EVERY
     saves(
         LocalStorage(),

@@ -22,7 +22,7 @@ from dist_ckpt.async_save.snapshots.arena_layout import (
     arena_nbytes,
 )
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
-from dist_ckpt.async_save.snapshots.recovered_snapshots import file_receipts
+from dist_ckpt.async_save.snapshots.snapshot_files import file_receipts
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo
 from dist_ckpt.core.comm.collectives.collective import DistinctPayloads
 from dist_ckpt.core.comm.session import Session

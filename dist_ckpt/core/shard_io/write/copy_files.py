@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import compress
 
+from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.index.index import FileRecord, Index, ShardFileRecord
-from dist_ckpt.core.format.shard_file import ShardFile
+from dist_ckpt.core.format.shard_file import ShardFile, decode_header
+from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.read.block_reads import (
     BlockRead,
@@ -16,7 +18,12 @@ from dist_ckpt.core.shard_io.read.block_reads import (
     check_digests,
     group_into_reads,
 )
-from dist_ckpt.core.shard_io.read.open_files import OpenFile, open_file, read_checked_file
+from dist_ckpt.core.shard_io.read.open_files import (
+    OpenFile,
+    naming_damaged,
+    open_file,
+    read_checked_file,
+)
 from dist_ckpt.core.shard_io.write.shard_writer import (
     create_file,
     exists_error,
@@ -25,7 +32,7 @@ from dist_ckpt.core.shard_io.write.shard_writer import (
     write_document,
 )
 from dist_ckpt.core.storage import ReadableFile, Storage, is_linked_step
-from dist_ckpt.core.storage.local.direct_io import renew_times
+from dist_ckpt.core.storage.local.direct_io import drop_cached_file, renew_times
 from dist_ckpt.errors import CorruptError, StorageError
 from dist_ckpt.reports import IoCount
 
@@ -135,6 +142,29 @@ def _open_checked(
             yield file, source
     except CorruptError as error:
         raise CorruptError(f"{error}; use another checkpoint", path=error.path) from error
+
+
+def check_file(
+    file: ReadableFile, path: str, wanted: FileReceipt, *, read_back: bool, threads: int
+) -> None:
+    """Check the size and header of a file; with `read_back` also all blocks, from the disk.
+
+    CorruptError if the header has changed, or a block differs from its digest.
+    """
+    header = read_at(file, path, 0, wanted.header_nbytes)
+    if file.nbytes != wanted.nbytes or document_digest(header) != wanted.digest:
+        raise CorruptError(f"{path} has changed since it was written", path=path)
+    if not read_back:
+        return
+    drop_cached_file(path)
+    with naming_damaged(path):
+        decoded = decode_header(bytes(header), nbytes=wanted.nbytes, label=path)
+
+    def check(read: BlockRead) -> None:  # returns nothing: `parallel_for` would keep the bytes
+        read_checked_blocks(file, path, decoded, read)
+
+    reads = group_into_reads(all_blocks(decoded.shards, decoded.block_nbytes))
+    parallel_for(check, reads, threads=threads)
 
 
 def read_checked_blocks(

@@ -17,17 +17,10 @@ from collections.abc import Callable, Mapping, Set
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
-from dist_ckpt.core.format.checksums import document_digest
-from dist_ckpt.core.format.shard_file import decode_header
 from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.runtime.host_memory import BufferPool
-from dist_ckpt.core.runtime.threads import parallel_for
-from dist_ckpt.core.shard_io.read.block_reads import BlockRead, all_blocks, group_into_reads
-from dist_ckpt.core.shard_io.read.open_files import naming_damaged
-from dist_ckpt.core.shard_io.write.copy_files import read_at, read_checked_blocks, try_link
 from dist_ckpt.core.shard_io.write.shard_writer import NullStorage, RankFiles, sync_names, write_all
-from dist_ckpt.core.storage import ReadableFile, Storage
-from dist_ckpt.core.storage.local.direct_io import drop_cached_file
+from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError, CorruptError
 from dist_ckpt.reports import IoCount
 
@@ -54,6 +47,11 @@ class SavedFiles:
     files: Mapping[str, FileReceipt]
     last_read_back: Mapping[str, int] = field(default_factory=dict)
     step: int | None = None
+
+    def find_last_read_back(self, name: str, save: int) -> int:
+        """Return the number of the save that last read back a file; of `save` if it is due."""
+        last = self.last_read_back.get(name)
+        return save if last is None or save - last >= READ_BACK_EVERY else last
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +143,8 @@ def _link_file(
 
     Return None, or the error if it is damaged, if the file must be written again.
     """
+    from dist_ckpt.core.shard_io.write.copy_files import check_file, try_link  # noqa: PLC0415  (a writer starts without)
+
     name = wanted[0]
     candidates = [saved for saved in earlier.saves if saved.files.get(name) == wanted][-2:]
     if len(candidates) < 2:  # the first two saves write their files
@@ -155,7 +155,9 @@ def _link_file(
             with closing(storage.open(path)) as file:
                 if file.num_links >= MAX_SHARED:
                     return None
-                last_read_back = _check_file(file, path, saved, wanted, earlier.number, threads)
+                last_read_back = saved.find_last_read_back(name, earlier.number)
+                is_due = last_read_back == earlier.number
+                check_file(file, path, wanted, read_back=is_due, threads=threads)
             if earlier.find_damage(saved.folder, saved.step):
                 _log.warning("%s is written again, as its checkpoint is recorded as damaged", path)
                 return None
@@ -166,30 +168,3 @@ def _link_file(
             return error if isinstance(error, CorruptError) else None
         return last_read_back if try_link(storage, path, f"{folder}/{name}") else None
     return None
-
-
-def _check_file(
-    file: ReadableFile, path: str, saved: SavedFiles, wanted: FileReceipt, save: int, threads: int
-) -> int:
-    """Check the header of a file, and all its blocks if no recent save has read them back.
-
-    Returns the number of the save that last read back the file; `save` is the number of this save.
-    CorruptError if the header has changed, or a block differs from its digest.
-    """
-    name, nbytes, header_nbytes, digest = wanted
-    header = read_at(file, path, 0, header_nbytes)
-    if file.nbytes != nbytes or document_digest(header) != digest:
-        raise CorruptError(f"{path} has changed since it was written", path=path)
-    last = saved.last_read_back.get(name)
-    if last is not None and save - last < READ_BACK_EVERY:
-        return last
-    drop_cached_file(path)
-    with naming_damaged(path):
-        decoded = decode_header(bytes(header), nbytes=nbytes, label=path)
-
-    def check(read: BlockRead) -> None:  # returns nothing: `parallel_for` would keep the bytes
-        read_checked_blocks(file, path, decoded, read)
-
-    reads = group_into_reads(all_blocks(decoded.shards, decoded.block_nbytes))
-    parallel_for(check, reads, threads=threads)
-    return save
