@@ -19,7 +19,11 @@ from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.planning.save.save_planner import plan_rank_files
 from dist_ckpt.core.runtime.host_memory import address_of
 from dist_ckpt.core.runtime.processes import find_process
-from dist_ckpt.core.shard_io.write.shard_writer import NullStorage, WritableStorage, write_all
+from dist_ckpt.core.shard_io.write.shard_writer import (
+    NullStorage,
+    WritableStorage,
+    write_rank_files,
+)
 from dist_ckpt.core.storage.storage_protocol import WritableFile
 from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError, RankError
 from dist_ckpt.settings import Settings
@@ -68,7 +72,7 @@ class Case:
     ) -> tuple[FileReceipt, ...]:
         plans = plan_rank_files(self.state.plan, 0)
         files = open_staged_files(self.followed, Staging(self.followed, check), plans)
-        return write_all(storage or self.storage, FOLDER, files, threads=threads)
+        return write_rank_files(storage or self.storage, FOLDER, files, threads=threads)
 
     def written(self) -> dict[str, bytes]:
         return {

@@ -25,7 +25,7 @@ from dist_ckpt.core.planning.save.save_planner import plan_rank_files
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.host_memory import BufferPool, address_of
 from dist_ckpt.core.runtime.processes import find_state, running_time
-from dist_ckpt.core.shard_io.write.shard_writer import NullStorage, RankFiles, write_all
+from dist_ckpt.core.shard_io.write.shard_writer import NullStorage, RankFiles, write_rank_files
 from dist_ckpt.errors import CheckpointError, CorruptError, RankError
 
 _log = logging.getLogger("dist_ckpt")
@@ -267,7 +267,7 @@ class StagedSave:
         """
         if not self._is_sealed:
             self.staging.await_complete()
-            files = write_all(NullStorage(), "", self.files, threads=threads, slots=slots)
+            files = write_rank_files(NullStorage(), "", self.files, threads=threads, slots=slots)
             self.seal_as(attempt, files)
 
     def seal_as(self, attempt: str, files: tuple[FileReceipt, ...]) -> None:

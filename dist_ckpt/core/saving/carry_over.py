@@ -40,7 +40,7 @@ from dist_ckpt.core.saving.carry_plan import (
 )
 from dist_ckpt.core.shard_io.read.read_windows import WindowReaders, read_windows
 from dist_ckpt.core.shard_io.write.link_unchanged import MAX_SHARED
-from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
+from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_rank_files
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.storage_wrappers import CountingStorage
 from dist_ckpt.errors import NotFoundError, StorageError
@@ -253,5 +253,5 @@ class CarryOver:
                 read = read_windows(source.read, plans, WINDOW_NBYTES, lambda nbytes: None)
                 copied = RankFiles(step, plans, WindowReaders(plans, read).readers, {})
                 # One thread: windows are read one at a time, and their blocks written in order.
-                receipts += write_all(storage, folder, copied, threads=1)
+                receipts += write_rank_files(storage, folder, copied, threads=1)
         return tuple(receipts), linked

@@ -20,7 +20,7 @@ from dist_ckpt.core.planning.save.save_planner import plan_rank_files, plan_save
 from dist_ckpt.core.planning.tensor_views import Whole, compute_cells
 from dist_ckpt.core.runtime.processes import paused_collector
 from dist_ckpt.core.saving.rank_save import encode_objects_files
-from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, ReaderOf, write_all
+from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, ReaderOf, write_rank_files
 from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory
 from dist_ckpt.core.state.tree.containers import State
 from dist_ckpt.message_text import listed
@@ -57,7 +57,7 @@ def to_bytes(state: State) -> bytes:
         out.write(b"\0")
         writer = _DataWriter(out, start, {file.name: file for file in files})
         content = RankFiles(None, files, tuple(_find_readers(local, file) for file in files), {})
-        write_all(writer, "", content, threads=1)
+        write_rank_files(writer, "", content, threads=1)
         header = _encode_header(plan, files, objects, writer.headers)
         assert len(header) == start, "no digest changes the length of the header"
         out.seek(0)

@@ -38,7 +38,7 @@ from dist_ckpt.core.planning.save.save_planner import plan_all_files, stored_cel
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.shard_io.read.open_files import read_encoded_objects
 from dist_ckpt.core.shard_io.read.read_windows import WindowReaders
-from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
+from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_rank_files
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.storage_wrappers import CountingStorage
 from dist_ckpt.errors import NotFoundError, StorageError
@@ -356,7 +356,7 @@ def _write(
                     objects=objects,
                 )
                 # One thread, so that it requests the blocks in the order of the windows.
-                receipts += write_all(plan.storage, folder, files, threads=1)
+                receipts += write_rank_files(plan.storage, folder, files, threads=1)
     return RankWriteResult(tuple(receipts), (), time.monotonic() - start)
 
 

@@ -40,7 +40,7 @@ from dist_ckpt.core.saving.carry_plan import (
     whole_or_name,
 )
 from dist_ckpt.core.shard_io.read.read_windows import WindowReaders, read_windows
-from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
+from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_rank_files
 from dist_ckpt.core.state.tree.containers import child_name, is_mapping
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.storage_wrappers import CountingStorage
@@ -247,7 +247,7 @@ class _Reshard:
                 objects=self._encode_documents(rank),
             )
             # One thread, because one window is read at a time, and blocks are written in its order.
-            done = write_all(self.storage, folder, content, threads=1)
+            done = write_rank_files(self.storage, folder, content, threads=1)
             receipts.append(Receipt(done, (), time.monotonic() - start))
         return receipts
 

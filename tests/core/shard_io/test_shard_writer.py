@@ -17,7 +17,7 @@ from dist_ckpt.core.format.shard_file import decode_header
 from dist_ckpt.core.planning.save import save_planner
 from dist_ckpt.core.runtime.host_memory import BufferPool, address_of, allocate_scratch
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorReader
-from dist_ckpt.core.shard_io.write.shard_writer import NUM_WAITING, RankFiles, write_all
+from dist_ckpt.core.shard_io.write.shard_writer import NUM_WAITING, RankFiles, write_rank_files
 from dist_ckpt.core.storage import WritableFile
 from dist_ckpt.errors import ConflictError, StorageError
 from dist_ckpt.testing.faulty_storage import FaultyStorage
@@ -62,7 +62,7 @@ def test_a_file_holds_every_shard_at_its_place_with_the_digests_of_its_blocks(
     monkeypatch.setattr(save_planner, "SMALL_NBYTES", small)
     storage, saved = folder(), tensors()
     files = files_of(saved, block_nbytes=block_nbytes, copies=copies)
-    (receipt,) = write_all(storage, FOLDER, files, threads=3)
+    (receipt,) = write_rank_files(storage, FOLDER, files, threads=3)
     data = content(storage, "model-00000.safetensors")
     name, nbytes, header_nbytes, digest = receipt
     assert (name, nbytes) == ("model-00000.safetensors", len(data))
@@ -86,14 +86,14 @@ class _GoneAtTheEnd(MemoryStorage):
 
 def test_a_folder_that_goes_away_before_its_sync_is_a_conflict() -> None:
     with pytest.raises(ConflictError, match=f"^{FOLDER}: the folder is gone.*try again"):
-        write_all(_GoneAtTheEnd({FOLDER: None}), FOLDER, files_of(tensors()), threads=1)
+        write_rank_files(_GoneAtTheEnd({FOLDER: None}), FOLDER, files_of(tensors()), threads=1)
 
 
 def test_the_same_state_gives_the_same_bytes_however_many_threads_write_it() -> None:
     contents = []
     for threads in (1, 4):
         storage = folder()
-        write_all(storage, FOLDER, files_of(tensors(), block_nbytes=32), threads=threads)
+        write_rank_files(storage, FOLDER, files_of(tensors(), block_nbytes=32), threads=threads)
         contents.append(storage.tree())
     assert contents[0] == contents[1]
 
@@ -106,7 +106,7 @@ def test_each_component_and_each_objects_file_has_a_receipt() -> None:
     }
     catalog = catalog_of(saved, 1, ("model", "optim"))
     files = rank_files(saved, catalog, 0, objects={"objects.msgpack": b"abc"})
-    receipts = write_all(storage, FOLDER, files, threads=2)
+    receipts = write_rank_files(storage, FOLDER, files, threads=2)
     assert [receipt[0] for receipt in receipts] == [
         "model-00000.safetensors",
         "optim-00000.safetensors",
@@ -118,7 +118,7 @@ def test_each_component_and_each_objects_file_has_a_receipt() -> None:
 
 def test_a_rank_that_stores_nothing_touches_nothing() -> None:
     saved = {"model.w": random_tensor((2,), one_cell((2,)))}
-    assert write_all(MemoryStorage(), "/gone", files_of(saved, rank=1), threads=2) == ()
+    assert write_rank_files(MemoryStorage(), "/gone", files_of(saved, rank=1), threads=2) == ()
 
 
 class Spoiled(MemoryStorage):
@@ -170,7 +170,7 @@ def test_a_failed_write_is_raised_and_every_file_is_let_go() -> None:
         storage = Spoiled(fail_write=n)
         files = rank_files(saved, catalog, 0)
         with pytest.raises(StorageError, match="no space left"):
-            write_all(storage, FOLDER, files, threads=2)
+            write_rank_files(storage, FOLDER, files, threads=2)
         assert sorted(storage.ended) == [
             f"{FOLDER}/model-00000.safetensors",
             f"{FOLDER}/optim-00000.safetensors",
@@ -182,25 +182,25 @@ def test_a_failed_write_is_raised_and_every_file_is_let_go() -> None:
 
 def test_a_file_whose_size_is_not_what_was_written_is_a_storage_error() -> None:
     with pytest.raises(StorageError, match="has 12 bytes after writing"):
-        write_all(Spoiled(finish=12), FOLDER, files_of(tensors()), threads=1)
+        write_rank_files(Spoiled(finish=12), FOLDER, files_of(tensors()), threads=1)
 
 
 def test_an_objects_file_of_another_size_is_a_storage_error() -> None:
     files = RankFiles(None, (), (), {"objects.msgpack": b"abc"})
     with pytest.raises(StorageError, match="has 1 bytes after writing 3"):
-        write_all(Spoiled(finish=1), FOLDER, files, threads=1)
+        write_rank_files(Spoiled(finish=1), FOLDER, files, threads=1)
 
 
 def test_a_folder_that_is_gone_means_the_attempt_was_given_up() -> None:
     with pytest.raises(ConflictError, match="was abandoned"):
-        write_all(MemoryStorage(), "/gone", files_of(tensors()), threads=1)
+        write_rank_files(MemoryStorage(), "/gone", files_of(tensors()), threads=1)
 
 
 def test_a_file_that_is_there_already_means_the_rank_runs_twice() -> None:
     storage = folder()
-    write_all(storage, FOLDER, files_of(tensors()), threads=1)
+    write_rank_files(storage, FOLDER, files_of(tensors()), threads=1)
     with pytest.raises(ConflictError, match="running twice"):
-        write_all(storage, FOLDER, files_of(tensors()), threads=1)
+        write_rank_files(storage, FOLDER, files_of(tensors()), threads=1)
 
 
 def test_names_are_synced_only_after_every_file_is_durable() -> None:
@@ -224,7 +224,7 @@ def test_names_are_synced_only_after_every_file_is_durable() -> None:
             super().sync(folder)
 
     files = files_of(tensors(), objects={"objects.msgpack": b"x"})
-    write_all(Recording({FOLDER: None}), FOLDER, files, threads=2)
+    write_rank_files(Recording({FOLDER: None}), FOLDER, files, threads=2)
     assert events == ["create", "finish", "create", "finish", f"sync {FOLDER}"]
 
 
@@ -242,7 +242,7 @@ def test_no_more_scratch_is_used_than_is_written_waits_and_is_made_ready() -> No
     files = files_of(saved, block_nbytes=64)
     (plan,) = files.plans
     watching = [Watching(saved["model.w"], item.cell, copies=True) for item in plan.items]
-    write_all(folder(), FOLDER, replace(files, readers=(watching.__getitem__,)), threads=3)
+    write_rank_files(folder(), FOLDER, replace(files, readers=(watching.__getitem__,)), threads=3)
     assert 1 <= len(seen) <= 3 + NUM_WAITING + 1
 
 
@@ -291,7 +291,7 @@ def test_blocks_are_made_ready_while_all_threads_write(monkeypatch: pytest.Monke
     def begin() -> None:
         assert ready.wait(10), "two threads write, and nothing gets ready meanwhile"
 
-    write_all(Telling(begin), FOLDER, asked_of(ask), threads=2)
+    write_rank_files(Telling(begin), FOLDER, asked_of(ask), threads=2)
 
 
 def test_one_thread_asks_for_no_block_before_it_has_written_the_former_one(
@@ -300,7 +300,7 @@ def test_one_thread_asks_for_no_block_before_it_has_written_the_former_one(
     monkeypatch.setattr(save_planner, "SMALL_NBYTES", 0)
     events: list[str] = []
     files = asked_of(lambda: events.append("ask"))
-    write_all(Telling(lambda: events.append("write")), FOLDER, files, threads=1)
+    write_rank_files(Telling(lambda: events.append("write")), FOLDER, files, threads=1)
     assert events == [*["ask", "write"] * 8, "write"]  # the header
 
 
@@ -357,8 +357,8 @@ def test_whatever_the_alignment_the_file_is_the_same_and_its_memory_lies_as_it_w
     finally:
         save_planner.SMALL_NBYTES = before
     plain, placing = folder(), Placing(alignment)
-    expected = write_all(plain, FOLDER, files, threads=1)
-    assert write_all(placing, FOLDER, files, threads=3) == expected
+    expected = write_rank_files(plain, FOLDER, files, threads=1)
+    assert write_rank_files(placing, FOLDER, files, threads=3) == expected
     assert placing.tree() == plain.tree()
     assert placing.misplaced == []
 
@@ -369,8 +369,8 @@ def test_a_tensor_that_has_another_size_by_now_is_refused_by_name() -> None:
     smaller = torch.zeros(1, dtype=torch.uint8)
     grown = replace(files, readers=(lambda number: TensorReader(smaller),))
     with pytest.raises(ValueError, match=r"model\.\w: \d+ bytes when the save began, and 1 now"):
-        write_all(folder(), FOLDER, grown, threads=2)
-    write_all(folder(), FOLDER, replace(files, readers=(of_item,)), threads=2)
+        write_rank_files(folder(), FOLDER, grown, threads=2)
+    write_rank_files(folder(), FOLDER, replace(files, readers=(of_item,)), threads=2)
 
 
 class InMemory(BytesReader):
@@ -398,7 +398,7 @@ def test_a_block_is_copied_only_where_its_memory_does_not_lie_as_the_file_wants(
     source = InMemory(saved["model.w"].of(item.cell), remainder)
     storage = Placing(64)
     files = replace(files, readers=(lambda _: source,))
-    (receipt,) = write_all(storage, FOLDER, files, threads=1)
+    (receipt,) = write_rank_files(storage, FOLDER, files, threads=1)
     assert content(storage, "model-00000.safetensors")[receipt[2] :] == bytes(source._live)
     assert (storage.addresses != [address_of(source._live)]) == copied
 
@@ -427,14 +427,14 @@ def test_a_file_is_durable_before_the_next_is_written_not_after_all_of_them() ->
 
     saved = {f"{name}.w": random_tensor((8,), one_cell((8,))) for name in "abc"}
     catalog = catalog_of(saved, 1, ("a", "b", "c"))
-    write_all(Recording({FOLDER: None}), FOLDER, rank_files(saved, catalog, 0), threads=1)
+    write_rank_files(Recording({FOLDER: None}), FOLDER, rank_files(saved, catalog, 0), threads=1)
     assert events == [f"{event} {name}" for name in "abc" for event in ("write", "write", "finish")]
 
 
 def test_a_file_of_empty_tensors_is_finished_too() -> None:
     storage = folder()
     saved = {"model.e": random_tensor((0, 3), one_cell((0, 3)))}
-    (receipt,) = write_all(storage, FOLDER, files_of(saved), threads=2)
+    (receipt,) = write_rank_files(storage, FOLDER, files_of(saved), threads=2)
     assert len(content(storage, receipt[0])) == receipt[1] == receipt[2]
 
 
@@ -451,12 +451,12 @@ def test_a_disk_that_fills_up_while_the_slots_go_round_fails_the_save_and_no_slo
             Placing(512), fail_at_call=n + 1, error=StorageError("ENOSPC"), sticky=True
         )
         with pytest.raises(StorageError, match="ENOSPC"):
-            write_all(full, FOLDER, files, threads=2, slots=slots)
+            write_rank_files(full, FOLDER, files, threads=2, slots=slots)
         assert full.failed.startswith("write_at")
     good = folder()
-    write_all(good, FOLDER, files, threads=2, slots=slots)
+    write_rank_files(good, FOLDER, files, threads=2, slots=slots)
     plain = folder()
-    write_all(plain, FOLDER, files, threads=2)
+    write_rank_files(plain, FOLDER, files, threads=2)
     assert good.tree() == plain.tree()
 
 
@@ -469,9 +469,9 @@ def test_small_blocks_come_straight_from_the_memory_of_tensors() -> None:
         for item in plan.items
     ]
     from_bytes, from_tensors = folder(), folder()
-    receipts = write_all(from_bytes, FOLDER, files, threads=2)
+    receipts = write_rank_files(from_bytes, FOLDER, files, threads=2)
     tensors = replace(files, readers=(held.__getitem__,))
-    assert write_all(from_tensors, FOLDER, tensors, threads=2) == receipts
+    assert write_rank_files(from_tensors, FOLDER, tensors, threads=2) == receipts
     assert from_tensors.tree() == from_bytes.tree()
 
 
@@ -489,5 +489,5 @@ def test_slots_are_kept_from_one_save_to_the_next() -> None:
     watching = replace(files, readers=(lambda _: Watching(saved["model.w"], item.cell),))
     slots = BufferPool()
     for _ in range(2):
-        write_all(folder(), FOLDER, watching, threads=1, slots=slots)
+        write_rank_files(folder(), FOLDER, watching, threads=1, slots=slots)
     assert seen[0] is seen[1]

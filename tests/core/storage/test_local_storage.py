@@ -20,7 +20,7 @@ from dist_ckpt.core.commit import attempts, commit_protocol, removal
 from dist_ckpt.core.format.index.index import Abandoned
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.local import local_storage
-from dist_ckpt.core.storage.local.local_storage import LocalStorage, write_all
+from dist_ckpt.core.storage.local.local_storage import LocalStorage, pwrite_fully
 from dist_ckpt.errors import CorruptError, ExistsError, NotFoundError, StorageError
 from dist_ckpt.testing.storage_contract import StorageContract, read, write
 
@@ -216,14 +216,14 @@ def test_a_write_goes_on_where_the_last_call_stopped(monkeypatch):
         return min(3, len(data))
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    write_all(0, memoryview(b"abcdefgh"), 1)
+    pwrite_fully(0, memoryview(b"abcdefgh"), 1)
     assert file == b"\0abcdefgh\0"
 
 
 def test_a_write_that_gets_nowhere_is_an_error(monkeypatch):
     monkeypatch.setattr(os, "pwrite", lambda *_: 0)
     with pytest.raises(OSError, match="accepts no more"):
-        write_all(0, memoryview(b"abc"), 0)
+        pwrite_fully(0, memoryview(b"abc"), 0)
 
 
 def test_a_file_whose_sync_failed_is_burnt(storage, root, monkeypatch):

@@ -46,7 +46,7 @@ from dist_ckpt.core.planning.plan import (
     TensorRequest,
 )
 from dist_ckpt.core.planning.save.save_planner import plan_batches
-from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_all
+from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_rank_files
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 
@@ -271,7 +271,9 @@ def write_catalog(
     for rank in range(catalog.world_size):
         encoded = {name: encode(file) for name, file in (objects or {}).get(rank, {}).items()}
         files = rank_files(tensors, catalog, rank, block_nbytes=block_nbytes, objects=encoded)
-        receipts += [(rank, receipt) for receipt in write_all(storage, folder, files, threads=2)]
+        receipts += [
+            (rank, receipt) for receipt in write_rank_files(storage, folder, files, threads=2)
+        ]
     return index_of(catalog, receipts)
 
 

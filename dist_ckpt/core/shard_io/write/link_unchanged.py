@@ -19,7 +19,12 @@ from dataclasses import dataclass, field, replace
 
 from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.runtime.host_memory import BufferPool
-from dist_ckpt.core.shard_io.write.shard_writer import NullStorage, RankFiles, sync_names, write_all
+from dist_ckpt.core.shard_io.write.shard_writer import (
+    NullStorage,
+    RankFiles,
+    sync_names,
+    write_rank_files,
+)
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CheckpointError, CorruptError
 from dist_ckpt.reports import IoCount
@@ -98,13 +103,13 @@ def write_or_link(
     threads: int,
     slots: BufferPool | None = None,
 ) -> WrittenFiles:
-    """Write a rank's files as `write_all` does, but link those that an earlier save has."""
+    """Write a rank's files as `write_rank_files` does, but link those that an earlier save has."""
     linkable = {plan.name for plan in files.plans if plan.is_linkable}
     expected: tuple[FileReceipt, ...] = ()
     if candidates := linkable & earlier.names():
         # `NullStorage` writes nothing: these are the receipts of the live tensors.
         selected = _select_files(files, candidates)
-        expected = write_all(NullStorage(), "", selected, threads=threads, slots=slots)
+        expected = write_rank_files(NullStorage(), "", selected, threads=threads, slots=slots)
     # One file after another: all threads work on the same file when it is read back.
     results = {
         receipt.name: _link_file(storage, folder, receipt, earlier, threads) for receipt in expected
@@ -113,7 +118,7 @@ def write_or_link(
     linked = tuple(receipt for receipt in expected if receipt.name in last_read_back)
     not_linked = {plan.name for plan in files.plans} - last_read_back.keys()
     remaining = replace(_select_files(files, not_linked), objects=files.objects)
-    written = write_all(storage, folder, remaining, threads=threads, slots=slots)
+    written = write_rank_files(storage, folder, remaining, threads=threads, slots=slots)
     if linked and not written:
         sync_names(storage, folder)
     receipts = (*linked, *written)

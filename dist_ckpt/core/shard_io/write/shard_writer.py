@@ -84,7 +84,7 @@ class RankFiles:
     headers: Mapping[str, memoryview] = field(default_factory=dict)
 
 
-def write_all(
+def write_rank_files(
     storage: WritableStorage,
     folder: str,
     files: RankFiles,

@@ -202,8 +202,8 @@ class _LocalWritableFile:
             done = self._direct.write(fds[1], view, offset) if self._direct else ByteRange(0, 0)
             # These bytes share no page with another thread's direct write, which covers whole
             # pages of its data. One fsync of the file makes both kinds of writes durable.
-            write_all(fds[0], view[: done.start], offset)
-            write_all(fds[0], view[done.stop :], offset + done.stop)
+            pwrite_fully(fds[0], view[: done.start], offset)
+            pwrite_fully(fds[0], view[done.stop :], offset + done.stop)
         with self._lock:
             self._stop = max(self._stop, offset + len(view))
 
@@ -253,7 +253,7 @@ class _LocalReadableFile:
         self._descriptor.release()
 
 
-def write_all(fd: int, data: memoryview, offset: int) -> None:
+def pwrite_fully(fd: int, data: memoryview, offset: int) -> None:
     """Write all of `data`; a call may write less than it was given (full disk, signal, limit)."""
     done = 0
     while done < len(data):
