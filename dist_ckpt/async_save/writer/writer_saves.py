@@ -43,7 +43,7 @@ from dist_ckpt.core.planning.save.save_planner import nbytes_to_write
 from dist_ckpt.core.runtime.host_memory import BufferPool
 from dist_ckpt.core.runtime.processes import find_process
 from dist_ckpt.core.saving.agreement import build_plan
-from dist_ckpt.core.shard_io.write.link_unchanged import LinkableSaves, SavedFiles, write_or_link
+from dist_ckpt.core.shard_io.write.write_or_link import LinkableSaves, SavedFiles, write_or_link
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.storage_wrappers import CountingStorage, RateLimit, RateLimitedStorage
 from dist_ckpt.errors import CheckpointError, ConflictError, CorruptError, RankError

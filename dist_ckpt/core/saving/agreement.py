@@ -17,7 +17,7 @@ from dist_ckpt.core.planning.save import save_planner
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.processes import paused_collector
 from dist_ckpt.core.runtime.typed_msgpack import Message
-from dist_ckpt.core.shard_io.write.link_unchanged import LinkableSaves
+from dist_ckpt.core.shard_io.write.write_or_link import LinkableSaves
 from dist_ckpt.message_text import listed, ranks_text
 
 

@@ -39,7 +39,7 @@ from dist_ckpt.core.saving.carry_plan import (
     select_carried_names,
 )
 from dist_ckpt.core.shard_io.read.read_windows import WindowReaders, read_windows
-from dist_ckpt.core.shard_io.write.link_unchanged import MAX_SHARED
+from dist_ckpt.core.shard_io.write.write_or_link import MAX_SHARED
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_rank_files
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.storage_wrappers import CountingStorage

@@ -37,7 +37,7 @@ from dist_ckpt.core.saving.attachments import Attachments, read_attached
 from dist_ckpt.core.saving.carry_over import CarryOver, CarrySource, open_source
 from dist_ckpt.core.saving.rank_save import RankSave, StateReader
 from dist_ckpt.core.saving.save_options import CheckReplicas, SaveOptions
-from dist_ckpt.core.shard_io.write.link_unchanged import SavedFiles, write_or_link
+from dist_ckpt.core.shard_io.write.write_or_link import SavedFiles, write_or_link
 from dist_ckpt.core.state.tree.containers import State
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.storage_wrappers import CountingStorage

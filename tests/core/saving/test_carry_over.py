@@ -13,7 +13,7 @@ import pytest
 import dist_ckpt as dc
 from dist_ckpt.core.commit import removal
 from dist_ckpt.core.commit.attempts import find_checkpoint, list_attempts
-from dist_ckpt.core.shard_io.write.link_unchanged import MAX_SHARED
+from dist_ckpt.core.shard_io.write.write_or_link import MAX_SHARED
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.storage_wrappers import ForwardingStorage
 from dist_ckpt.errors import CheckpointError, CorruptError, NotFoundError

@@ -18,7 +18,7 @@ from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.saving.save import save_together
 from dist_ckpt.core.saving.save_options import SaveOptions
 from dist_ckpt.core.shard_io.write import copy_files
-from dist_ckpt.core.shard_io.write.link_unchanged import (
+from dist_ckpt.core.shard_io.write.write_or_link import (
     MAX_SHARED,
     READ_BACK_EVERY,
     LinkableSaves,

@@ -1,12 +1,14 @@
-"""Link a rank's unchanged files to those of earlier saves: `link_unchanged` of `dc.save`.
+"""Write the files of a rank in a save, or link unchanged ones to those of earlier saves.
 
-The header of a file has its block digests. So files with equal header digests are equal. First
-compute the header that a file of the live tensors would have. If the file of an earlier committed
-save has an equal header, link that file.
+Only files of tensors that match `link_unchanged` of `dc.save` may be linked. The header of a file
+has its block digests. So files with equal header digests are equal. First compute the header that a
+file of the live tensors would have. If the file of an earlier committed save has an equal header,
+link that file.
 
-Save n links to files of save n-2, and to those of save n-1 only if n-2 was pruned. As long as two
-checkpoints are kept, the two newest share no file. A file has at most `MAX_SHARED` names; then it
-is written again. So a bad sector damages only some of the checkpoints; the digests show which.
+A save links to the file of the save before the last one. If that save was pruned, it links to the
+file of the last save. So as long as two checkpoints are kept, the two newest share no file. A file
+has at most `MAX_SHARED` names; then it is written again. So a bad sector damages only some of the
+checkpoints; the digests show which.
 """
 
 from __future__ import annotations
@@ -146,11 +148,12 @@ def _link_file(
 ) -> int | CorruptError | None:
     """Link a file of an earlier save; return the number of the save that last read it back.
 
-    Return None, or the error if it is damaged, if the file must be written again.
+    If the file must be written again, nothing is linked. Then return the error if the earlier file
+    is damaged, else None.
     """
     from dist_ckpt.core.shard_io.write.copy_files import check_file, try_link  # noqa: PLC0415  (a writer starts without)
 
-    name = wanted[0]
+    name = wanted.name
     candidates = [saved for saved in earlier.saves if saved.files.get(name) == wanted][-2:]
     if len(candidates) < 2:  # the first two saves write their files
         return None
