@@ -260,14 +260,16 @@ class StagedSave:
         self.followed = followed
         self._is_sealed = False
 
-    def seal(self, attempt: str, *, threads: int, slots: BufferPool) -> None:
+    def seal(self, attempt: str, *, threads: int, buffers: BufferPool) -> None:
         """Compute the digests, and seal the snapshot when it is complete. Nothing is written.
 
         A later run may restore it from memory. Raises if no more will be staged.
         """
         if not self._is_sealed:
             self.staging.await_complete()
-            files = write_rank_files(NullStorage(), "", self.files, threads=threads, slots=slots)
+            files = write_rank_files(
+                NullStorage(), "", self.files, threads=threads, buffers=buffers
+            )
             self.seal_as(attempt, files)
 
     def seal_as(self, attempt: str, files: tuple[FileReceipt, ...]) -> None:

@@ -233,7 +233,7 @@ class WriterSave:
         try:
             self._staged = staged = self._staged or self._open_staged()
             threads = self._context.hello.settings.threads
-            staged.seal(self._attempt, threads=threads, slots=self._context.buffers)
+            staged.seal(self._attempt, threads=threads, buffers=self._context.buffers)
         except Exception as error:  # noqa: BLE001 - the trainer gets the first error, not this one
             _log.warning("the snapshot of %s is not sealed: %s", path, error)
         else:
@@ -286,7 +286,9 @@ class WriterSave:
         target = RateLimitedStorage(storage, context.rate_limit) if context.rate_limit else storage
         threads, buffers = context.hello.settings.threads, context.buffers
         earlier = replace(context.earlier, find_damage=partial(find_recorded_damage, storage))
-        part = write_or_link(target, folder, staged.files, earlier, threads=threads, slots=buffers)
+        part = write_or_link(
+            target, folder, staged.files, earlier, threads=threads, buffers=buffers
+        )
         staged.seal_as(self._attempt, part.receipts)
         self._saved = part.saved
         if part.damaged:

@@ -262,7 +262,7 @@ class Checkpoint:
         itemsize = DTYPES[info.dtype].itemsize
         data = memoryview(bytearray(region.numel * itemsize))
         self._opened.read([TensorRequest(fqn, info.dtype, info.shape, (region,))], data)
-        self._opened.slots.clear()  # the next read may be much later
+        self._opened.buffers.clear()  # the next read may be much later
         return Array(info.dtype, region.shape, data)
 
     @property

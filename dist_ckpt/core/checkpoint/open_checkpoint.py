@@ -78,10 +78,10 @@ class OpenCheckpoint:
     Threads may share it; their reads of tensors take turns. A read raises NotFoundError if the
     checkpoint was removed meanwhile, and CorruptError for any other damage.
 
-    `make` turns a placeholder in an objects file into an object. `slots` are scratch memory. After
-    a read, up to `max_open_files` files stay open; with None, the files of the last read. `threads`
-    is the number of reads at once; the default comes from the environment. Damage that a read finds
-    is recorded in the run, unless `records_damage` is False.
+    `make` turns a placeholder in an objects file into an object. `buffers` are scratch memory.
+    After a read, up to `max_open_files` files stay open; with None, the files of the last read.
+    `threads` is the number of reads at once; the default comes from the environment. Damage that a
+    read finds is recorded in the run, unless `records_damage` is False.
     """
 
     storage: Storage
@@ -90,7 +90,7 @@ class OpenCheckpoint:
     index: Index
     _: KW_ONLY
     make: Callable[[Placeholder], object] = lambda value: value
-    slots: BufferPool = field(default_factory=BufferPool)
+    buffers: BufferPool = field(default_factory=BufferPool)
     max_open_files: int | None = None
     threads: int | None = None
     records_damage: bool = True
@@ -288,7 +288,9 @@ class OpenCheckpoint:
             files.move_to_end(number)
         most = len(plan) if self.max_open_files is None else self.max_open_files
         try:
-            BlockReader(opened, targets, verify=True, slots=self.slots).read_all(self._num_threads)
+            BlockReader(opened, targets, verify=True, buffers=self.buffers).read_all(
+                self._num_threads
+            )
         finally:
             while len(files) > most:
                 files.popitem(last=False)[1].close()

@@ -280,7 +280,7 @@ class _VerifyRun:
         self._contents = objects_file.list_contents(index.catalog)
         self._progress = progress
         self._only = only
-        self._slots = BufferPool(max(block_reads.READ_NBYTES, open_files.MAX_BLOCK_NBYTES))
+        self._buffers = BufferPool(max(block_reads.READ_NBYTES, open_files.MAX_BLOCK_NBYTES))
 
     def run(self, level: Level) -> None:
         """Check the names of files, then the files, several at once."""
@@ -420,8 +420,8 @@ class _VerifyRun:
                 self._add_problem(name, record.rank, text, tensor=fqn)
 
     def _check_blocks(self, file: OpenFile, read: BlockRead) -> None:
-        with self._slots.borrow() as slot:
-            data = slot[: read.span.nbytes]
+        with self._buffers.borrow() as buffer:
+            data = buffer[: read.span.nbytes]
             try:
                 with file.reading() as readable:
                     count = readable.read_into(file.header.header_nbytes + read.span.start, data)

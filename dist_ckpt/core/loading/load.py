@@ -340,14 +340,14 @@ def _read_and_place(
 ) -> tuple[RankTotals, JobTotals]:
     """Read, place and load objects. A step begins when all ranks have done the step before."""
     channel, options, binding = call.session.channel, call.options, checked.binding
-    slots = call.session.scratch_buffers
+    buffers = call.session.scratch_buffers
     with phases.phase("read"):
         targets, group = _prepare_read(call, checked, decision, stack)
         if options.check_first:
             with channel.exchange("check first"):
-                reader = BlockReader(checked.files, None, verify=True, slots=slots)
+                reader = BlockReader(checked.files, None, verify=True, buffers=buffers)
                 check_blocks_first(call.session, group, reader)
-        reader = BlockReader(checked.files, targets, verify=options.verify, slots=slots)
+        reader = BlockReader(checked.files, targets, verify=options.verify, buffers=buffers)
         try:
             with channel.exchange("read") as exchange:
                 totals = _read(call.session, checked, group, reader)

@@ -39,8 +39,8 @@ from dist_ckpt.core.saving.carry_plan import (
     select_carried_names,
 )
 from dist_ckpt.core.shard_io.read.read_windows import WindowReaders, read_windows
-from dist_ckpt.core.shard_io.write.write_or_link import MAX_SHARED
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, write_rank_files
+from dist_ckpt.core.shard_io.write.write_or_link import MAX_SHARED
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.storage_wrappers import CountingStorage
 from dist_ckpt.errors import NotFoundError, StorageError
@@ -91,7 +91,7 @@ class CarrySource:
     reads: IoCount
 
     def open_on(
-        self, storage: Storage, slots: BufferPool | None = None, threads: int | None = None
+        self, storage: Storage, buffers: BufferPool | None = None, threads: int | None = None
     ) -> OpenCheckpoint:
         """Open the checkpoint on a storage."""
         return OpenCheckpoint(
@@ -99,7 +99,7 @@ class CarrySource:
             self.path,
             self.attempt,
             self.index,
-            slots=slots or BufferPool(),
+            buffers=buffers or BufferPool(),
             threads=threads,
         )
 
@@ -249,7 +249,7 @@ class CarryOver:
         ]
         if self.plan.copied is not None:
             plans = plan_rank_files(self.plan.copied, rank)
-            with self.source.open_on(storage, slots=session.scratch_buffers) as source:
+            with self.source.open_on(storage, buffers=session.scratch_buffers) as source:
                 read = read_windows(source.read, plans, WINDOW_NBYTES, lambda nbytes: None)
                 copied = RankFiles(step, plans, WindowReaders(plans, read).readers, {})
                 # One thread: windows are read one at a time, and their blocks written in order.

@@ -263,7 +263,7 @@ class _RankWriter:
         earlier, threads = session.cache(SaveCache).linkable_saves, session.settings.threads
         linkable = replace(earlier, find_damage=partial(find_recorded_damage, storage))
         written = write_or_link(
-            storage, folder, files, linkable, threads=threads, slots=session.scratch_buffers
+            storage, folder, files, linkable, threads=threads, buffers=session.scratch_buffers
         )
         self.saved = written.saved
         for error in written.damaged:

@@ -384,7 +384,7 @@ class PlannedReads:
             with phases.phase("check"):
                 files, targets, group = self._link_ranks(session, shared_read_id, stack)
             with phases.phase("read"), session.channel.exchange("read"), source.handle_damage():
-                reader = BlockReader(files, targets, verify=True, slots=session.scratch_buffers)
+                reader = BlockReader(files, targets, verify=True, buffers=session.scratch_buffers)
                 moved = read_blocks(session, group, reader)
         with phases.phase("place"):
             synchronize(tensor for parts in self.parts.values() for _, tensor in parts)

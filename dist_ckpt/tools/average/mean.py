@@ -259,7 +259,7 @@ class AveragedTensors:
     """The open sources of an average, the newest last. Call `close` when done."""
 
     def __init__(
-        self, chosen: Sequence[AverageSource], averaged: Collection[str], slots: BufferPool
+        self, chosen: Sequence[AverageSource], averaged: Collection[str], buffers: BufferPool
     ) -> None:
         self._chosen = chosen
         self._averaged = averaged
@@ -267,7 +267,7 @@ class AveragedTensors:
         self._opened = [
             OpenCheckpoint(
                 *(source.storage, source.path, source.attempt, source.index),
-                slots=slots,
+                buffers=buffers,
                 max_open_files=max_open_files,
             )
             for source in chosen
@@ -289,7 +289,7 @@ class AveragedTensors:
         Raises CorruptError with the name of a damaged source.
         """
         nbytes = min(sum(file.nbytes for file in files), WINDOW_NBYTES)
-        slots = BufferPool(max(nbytes, 1))
+        buffers = BufferPool(max(nbytes, 1))
         mean = Mean([source.weight for source in self._chosen], nbytes)
 
         def read(part: _SourcePart, memory: memoryview) -> None:
@@ -297,12 +297,12 @@ class AveragedTensors:
 
         parts = self._parts(cut_into_windows(files, nbytes, self._order))
         # Several threads read each part. With two parts at a time, one begins while another ends.
-        reading = read_ahead(read, parts, slots, threads=2, waiting=_GROUP_SIZE - 1)
+        reading = read_ahead(read, parts, buffers, threads=2, waiting=_GROUP_SIZE - 1)
         with closing(reading) as ready:
             for group in _group(ready):
-                with ExitStack() as buffers:
+                with ExitStack() as borrowed:
                     for _, _, buffer in group:
-                        buffers.enter_context(buffer)
+                        borrowed.enter_context(buffer)
                     last, memory, _ = group[-1]
                     first = group[0][0].number
                     mean.add(first, last.ranges, [window for _, window, _ in group])

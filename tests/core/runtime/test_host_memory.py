@@ -65,42 +65,42 @@ def test_what_a_forked_process_writes_into_scratch_is_its_own() -> None:
 
 
 def test_a_slot_is_lent_to_one_at_a_time_and_used_again() -> None:
-    slots = BufferPool(8)
-    with slots.borrow() as first, slots.borrow() as second:
+    buffers = BufferPool(8)
+    with buffers.borrow() as first, buffers.borrow() as second:
         assert first is not second
         assert len(first) == len(second) == 8
-    with slots.borrow() as again:
+    with buffers.borrow() as again:
         assert again is first or again is second
 
 
 def test_a_slot_in_which_a_call_may_still_be_stuck_is_not_lent_again() -> None:
-    slots = BufferPool(8)
-    with pytest.raises(StorageError), slots.borrow() as stuck:
+    buffers = BufferPool(8)
+    with pytest.raises(StorageError), buffers.borrow() as stuck:
         raise StorageError("the storage did not answer")
-    with slots.borrow() as other:
+    with buffers.borrow() as other:
         assert other is not stuck
 
 
 def test_slots_that_are_large_enough_are_used_and_others_are_made() -> None:
-    slots = BufferPool(8)
-    assert slots.fitting(8) is slots
-    with slots.fitting(9).borrow() as larger:
+    buffers = BufferPool(8)
+    assert buffers.fitting(8) is buffers
+    with buffers.fitting(9).borrow() as larger:
         assert len(larger) == 9
 
 
 def test_cleared_slots_are_gone() -> None:
-    slots = BufferPool(8)
-    with slots.borrow() as first:
+    buffers = BufferPool(8)
+    with buffers.borrow() as first:
         pass
-    slots.clear()
-    with slots.borrow() as second:
+    buffers.clear()
+    with buffers.borrow() as second:
         assert second is not first
 
 
 def test_no_more_slots_are_kept_than_their_memory_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "MAX_KEPT_NBYTES", 16)
-    slots = BufferPool(8)
-    with slots.borrow() as one, slots.borrow() as two, slots.borrow() as three:
+    buffers = BufferPool(8)
+    with buffers.borrow() as one, buffers.borrow() as two, buffers.borrow() as three:
         used = [one, two, three]
-    with slots.borrow() as a, slots.borrow() as b, slots.borrow() as c:
-        assert sum(any(slot is known for known in used) for slot in (a, b, c)) == 2
+    with buffers.borrow() as a, buffers.borrow() as b, buffers.borrow() as c:
+        assert sum(any(buffer is known for known in used) for buffer in (a, b, c)) == 2

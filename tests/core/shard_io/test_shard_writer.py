@@ -443,18 +443,18 @@ def test_a_disk_that_fills_up_while_the_slots_go_round_fails_the_save_and_no_slo
 ):
     saved = {f"model.{n}": random_tensor((64,), one_cell((64,)), seed=n) for n in range(8)}
     files = files_of(saved, block_nbytes=256)
-    slots = BufferPool(8192)
-    with slots.borrow():
+    buffers = BufferPool(8192)
+    with buffers.borrow():
         pass
     for n in range(1, 8):
         full = FaultyStorage(
             Placing(512), fail_at_call=n + 1, error=StorageError("ENOSPC"), sticky=True
         )
         with pytest.raises(StorageError, match="ENOSPC"):
-            write_rank_files(full, FOLDER, files, threads=2, slots=slots)
+            write_rank_files(full, FOLDER, files, threads=2, buffers=buffers)
         assert full.failed.startswith("write_at")
     good = folder()
-    write_rank_files(good, FOLDER, files, threads=2, slots=slots)
+    write_rank_files(good, FOLDER, files, threads=2, buffers=buffers)
     plain = folder()
     write_rank_files(plain, FOLDER, files, threads=2)
     assert good.tree() == plain.tree()
@@ -487,7 +487,7 @@ def test_slots_are_kept_from_one_save_to_the_next() -> None:
     files = files_of(saved)
     (item,) = files.plans[0].items
     watching = replace(files, readers=(lambda _: Watching(saved["model.w"], item.cell),))
-    slots = BufferPool()
+    buffers = BufferPool()
     for _ in range(2):
-        write_rank_files(folder(), FOLDER, watching, threads=1, slots=slots)
+        write_rank_files(folder(), FOLDER, watching, threads=1, buffers=buffers)
     assert seen[0] is seen[1]

@@ -20,7 +20,7 @@ import dist_ckpt as dc
 from dist_ckpt.core.runtime.host_memory import allocate_scratch
 from dist_ckpt.core.storage import ReadableFile, Storage
 from dist_ckpt.core.storage.local import direct_io
-from dist_ckpt.core.storage.local.direct_io import MIN_NBYTES, MIN_READ_NBYTES, READ_SLOT_NBYTES
+from dist_ckpt.core.storage.local.direct_io import MIN_NBYTES, MIN_READ_NBYTES, READ_BUFFER_NBYTES
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import StorageError
 from dist_ckpt.testing.storage_contract import StorageContract
@@ -175,7 +175,7 @@ def test_large_reads_come_in_parts_so_that_each_thread_needs_little_memory(
     data = made(path, nbytes + 99)
     assert read(reading(path), 13, nbytes) == data[13 : 13 + nbytes]
     assert calls.num_reads == num_reads
-    assert calls.most <= READ_SLOT_NBYTES <= 2 << 20
+    assert calls.most <= READ_BUFFER_NBYTES <= 2 << 20
 
 
 @pytest.mark.usefixtures("_always")

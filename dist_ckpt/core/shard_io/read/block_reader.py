@@ -56,7 +56,7 @@ class BlockReader:
     """Reads the blocks of one load, and fills `targets`. Without targets it only checks blocks.
 
     With `verify` it checks digests. `touched` names the tensors that may have new data. Reused
-    `slots` are faster than new memory.
+    `buffers` are faster than new memory.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class BlockReader:
         targets: CellTargets | None,
         *,
         verify: bool,
-        slots: BufferPool | None = None,
+        buffers: BufferPool | None = None,
     ) -> None:
         self.touched: set[str] = set()
         self.files = files
         self.targets = targets
         self._verify = verify
         blocks = (file.header.block_nbytes for file, _ in files)
-        self._slots = (slots or BufferPool()).fitting(max(READ_NBYTES, *blocks, 0))
+        self._buffers = (buffers or BufferPool()).fitting(max(READ_NBYTES, *blocks, 0))
         # Work on small shards is all Python: threads would only block each other, at twice the
         # cost. Other threads read the next blocks meanwhile.
         self._python_lock = Lock()
@@ -118,8 +118,8 @@ class BlockReader:
             start = first.span.start + item.overlap.shift * DTYPES[item.dtype].itemsize
             self.fetch(file, read, memory[start : start + read.span.nbytes])
             return read.span.nbytes
-        with self._slots.borrow() as slot:
-            data = slot[: read.span.nbytes]
+        with self._buffers.borrow() as buffer:
+            data = buffer[: read.span.nbytes]
             self.fetch(file, read, data)
             if self.targets is not None:
                 self.place(file, read, data)

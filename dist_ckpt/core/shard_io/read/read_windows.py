@@ -25,7 +25,7 @@ W = TypeVar("W")
 def read_ahead(
     read: Callable[[W, memoryview], None],
     windows: Iterable[W],
-    slots: BufferPool,
+    buffers: BufferPool,
     *,
     threads: int = 1,
     waiting: int = 1,
@@ -36,10 +36,10 @@ def read_ahead(
     """
 
     def read_window(window: W) -> tuple[W, memoryview, ExitStack]:
-        buffers = ExitStack()
-        memory = buffers.enter_context(slots.borrow())
+        borrowed = ExitStack()
+        memory = borrowed.enter_context(buffers.borrow())
         read(window, memory)
-        return window, memory, buffers
+        return window, memory, borrowed
 
     with closing(stream_results(read_window, windows, threads=threads, waiting=waiting)) as ready:
         yield from ready

@@ -90,17 +90,17 @@ def write_rank_files(
     files: RankFiles,
     *,
     threads: int,
-    slots: BufferPool | None = None,
+    buffers: BufferPool | None = None,
 ) -> tuple[FileReceipt, ...]:
     """Write a rank's files into an attempt folder; return the `Receipt.files`.
 
-    Up to `threads` threads write at once, and half as many prepare the next blocks. A single thread
-    does both in turn. Reused `slots` are faster than new memory. On return every file and its name
-    are durable, and have the planned size. After an error incomplete files may remain: the caller
-    abandons the attempt. ConflictError if the folder is gone or a file exists, StorageError
-    otherwise.
+    Up to `threads` threads write at once. Half as many, at most `MAX_PREPARING`, prepare the next
+    blocks. A single thread does both in turn. Reused `buffers` are faster than new memory. On
+    return every file and its name are durable, and have the planned size. After an error incomplete
+    files may remain: the caller abandons the attempt. ConflictError if the folder is gone or a file
+    exists, StorageError otherwise.
     """
-    receipts = _write_shard_files(storage, folder, files, threads, slots or BufferPool())
+    receipts = _write_shard_files(storage, folder, files, threads, buffers or BufferPool())
     receipts += tuple(
         write_document(storage, folder, name, data) for name, data in sorted(files.objects.items())
     )
@@ -120,7 +120,7 @@ def write_document(storage: WritableStorage, folder: str, name: str, data: bytes
 
 
 def _write_shard_files(
-    storage: WritableStorage, folder: str, files: RankFiles, threads: int, slots: BufferPool
+    storage: WritableStorage, folder: str, files: RankFiles, threads: int, buffers: BufferPool
 ) -> tuple[FileReceipt, ...]:
     with ExitStack() as stack:
         # Create all files, and reserve their space, before the first byte is written.
@@ -129,7 +129,7 @@ def _write_shard_files(
             path = f"{folder}/{plan.name}"
             file = create_file(storage, path, plan.nbytes, stack)
             file_writes.append(_FileWrite(path, plan, file, reader_of, files))
-        slots = slots.fitting(max((write.slot_nbytes for write in file_writes), default=0))
+        buffers = buffers.fitting(max((write.buffer_nbytes for write in file_writes), default=0))
         work = [(write, batch) for write in file_writes for batch in write.plan.batches]
         # The sync of one file may wait for the data of all files.
         nbytes = sum(plan.nbytes for plan in files.plans)
@@ -137,7 +137,7 @@ def _write_shard_files(
 
         def prepare(item: tuple[_FileWrite, Batch]) -> Callable[[], FileReceipt | None]:
             file_write, batch = item
-            return file_write.prepare(batch, slots)
+            return file_write.prepare(batch, buffers)
 
         if min(threads, len(work)) <= 1:
             results = parallel_for(lambda item: prepare(item)(), work, threads=1, stall_s=stall_s)
@@ -176,30 +176,30 @@ class _FileWrite:
         self._digests = [""] * plan.header.num_digests
 
     @property
-    def slot_nbytes(self) -> int:
+    def buffer_nbytes(self) -> int:
         """The size of a buffer in which each batch can be aligned as the file needs it."""
         return self.plan.block_nbytes + self._file.alignment - 1
 
-    def prepare(self, batch: Batch, slots: BufferPool) -> Callable[[], FileReceipt | None]:
+    def prepare(self, batch: Batch, buffers: BufferPool) -> Callable[[], FileReceipt | None]:
         """Gather and digest the blocks of a batch. Return a function that writes them."""
-        buffers = ExitStack()
+        borrowed = ExitStack()
         if not batch.parts:
-            return partial(self._write, 0, memoryview(b""), buffers)
-        slot = buffers.enter_context(slots.borrow())
+            return partial(self._write, 0, memoryview(b""), borrowed)
+        buffer = borrowed.enter_context(buffers.borrow())
         offset = self.plan.header.nbytes + batch.start
         with self._python_lock if len(batch.parts) > 1 else nullcontext():
-            data = self._gather(batch.parts, slot, offset)
+            data = self._gather(batch.parts, buffer, offset)
             bounds = accumulate((part.stop - part.start for part in batch.parts), initial=0)
             for block, (start, stop) in enumerate(pairwise(bounds), batch.first_block):
                 self._digests[block] = checksums.block_digest(data[start:stop])
-        return partial(self._write, offset, data, buffers)
+        return partial(self._write, offset, data, borrowed)
 
-    def _write(self, offset: int, data: memoryview, buffers: ExitStack) -> FileReceipt | None:
+    def _write(self, offset: int, data: memoryview, borrowed: ExitStack) -> FileReceipt | None:
         """Write a batch, and free its buffer. After the last batch, finish the file.
 
         Returns the receipt after the last batch, None before.
         """
-        with buffers:
+        with borrowed:
             if data:
                 self._file.write_at(offset, data)
         with self._lock:
@@ -216,10 +216,10 @@ class _FileWrite:
         digest = checksums.document_digest(header)
         return FileReceipt(plan.name, plan.nbytes, plan.header.nbytes, digest)
 
-    def _gather(self, parts: Sequence[BatchPart], slot: memoryview, offset: int) -> memoryview:
+    def _gather(self, parts: Sequence[BatchPart], buffer: memoryview, offset: int) -> memoryview:
         """Return the bytes of a batch in one buffer, aligned for the file."""
         alignment = self._file.alignment
-        room = slot[offset % alignment :]
+        room = buffer[offset % alignment :]
         first = address_of(room)
         filled = 0
         for item, nbytes, start, stop in parts:
@@ -235,7 +235,7 @@ class _FileWrite:
                 move(first + filled, address + start, size)
             else:
                 data = reader.read(start, stop, room[filled : filled + size])
-                if data.obj is not slot.obj:
+                if data.obj is not buffer.obj:
                     if len(parts) == 1 and _is_aligned(data, offset, alignment):
                         return data
                     copy(room[filled : filled + size], data)

@@ -103,7 +103,7 @@ def write_or_link(
     earlier: LinkableSaves,
     *,
     threads: int,
-    slots: BufferPool | None = None,
+    buffers: BufferPool | None = None,
 ) -> WrittenFiles:
     """Write a rank's files as `write_rank_files` does, but link those that an earlier save has."""
     linkable = {plan.name for plan in files.plans if plan.is_linkable}
@@ -111,7 +111,7 @@ def write_or_link(
     if candidates := linkable & earlier.names():
         # `NullStorage` writes nothing: these are the receipts of the live tensors.
         selected = _select_files(files, candidates)
-        expected = write_rank_files(NullStorage(), "", selected, threads=threads, slots=slots)
+        expected = write_rank_files(NullStorage(), "", selected, threads=threads, buffers=buffers)
     # One file after another: all threads work on the same file when it is read back.
     results = {
         receipt.name: _link_file(storage, folder, receipt, earlier, threads) for receipt in expected
@@ -120,7 +120,7 @@ def write_or_link(
     linked = tuple(receipt for receipt in expected if receipt.name in last_read_back)
     not_linked = {plan.name for plan in files.plans} - last_read_back.keys()
     remaining = replace(_select_files(files, not_linked), objects=files.objects)
-    written = write_rank_files(storage, folder, remaining, threads=threads, slots=slots)
+    written = write_rank_files(storage, folder, remaining, threads=threads, buffers=buffers)
     if linked and not written:
         sync_names(storage, folder)
     receipts = (*linked, *written)

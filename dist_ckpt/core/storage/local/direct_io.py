@@ -149,7 +149,7 @@ _MAX_CALL_NBYTES = 1 << 30
 
 # A buffer for reads is one huge page. One read uses at most 1 MiB of it, and a block, so that 1 MiB
 # fits at any start within a block. Larger reads gain nothing.
-READ_SLOT_NBYTES = 2 << 20
+READ_BUFFER_NBYTES = 2 << 20
 _MAX_READ_NBYTES = (1 << 20) + _MAX_BLOCK_NBYTES
 
 # EFAULT: a device's own memory, mapped by its driver, cannot be read by another device.
@@ -180,7 +180,7 @@ class DirectIO:
     """The file systems that support direct I/O, queried once; a refusal is final. Thread-safe."""
 
     def __init__(self) -> None:
-        self.slots = BufferPool(READ_SLOT_NBYTES)
+        self.buffers = BufferPool(READ_BUFFER_NBYTES)
         self._lock = threading.Lock()
         self._alignments: dict[int, Alignment | None] = {}  # by device; None: unsupported
 
@@ -293,11 +293,11 @@ class DirectFile:
     def _fill(self, direct: int, target: memoryview, offset: int) -> int:
         """Read whole blocks into a buffer and copy them: torch's memory is hardly ever aligned."""
         done, block = 0, self.aligned.block
-        with self.origin.slots.borrow() as slot:
+        with self.origin.buffers.borrow() as buffer:
             while done < len(target):
                 head = (offset + done) % block
                 blocks = -(-(head + len(target) - done) // block)
-                chunk = slot[: min(blocks * block, _MAX_READ_NBYTES)]
+                chunk = buffer[: min(blocks * block, _MAX_READ_NBYTES)]
                 try:
                     count = os.preadv(direct, [chunk], offset + done - head)
                 except OSError as error:
