@@ -246,7 +246,7 @@ class Transaction:
         try:
             decision = self._write(encoded_catalog, fields, write, to_plan_ranks)
         except NoAnswerError as error:
-            committed = self._abandon_or_find_outcome(error)
+            committed = self._resolve_missing_answer(error)
             if committed is None:
                 raise
             decision = committed
@@ -353,7 +353,7 @@ class Transaction:
         self._has_ended = True
         return _build_decision(index, 0, seconds, linked)
 
-    def _abandon_or_find_outcome(self, error: NoAnswerError) -> CommitDecision | None:
+    def _resolve_missing_answer(self, error: NoAnswerError) -> CommitDecision | None:
         """Abandon the attempt after a missing answer. Return the decision if it is committed."""
         self._has_ended = True
         try:
