@@ -32,9 +32,9 @@ from dist_ckpt.core.format.shard_file import ShardFile
 from dist_ckpt.core.planning.save.save_planner import stored_cells_by_rank
 from dist_ckpt.core.runtime.host_memory import BufferPool
 from dist_ckpt.core.runtime.threads import parallel_for
-from dist_ckpt.core.shard_io.read import block_reads, open_files
-from dist_ckpt.core.shard_io.read.block_reads import BlockRead
+from dist_ckpt.core.shard_io.read import open_files, read_grouping
 from dist_ckpt.core.shard_io.read.open_files import OpenFile
+from dist_ckpt.core.shard_io.read.read_grouping import BlockRead
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.local.direct_io import drop_cached
 from dist_ckpt.errors import CheckpointError, CorruptError, StorageError
@@ -280,7 +280,7 @@ class _VerifyRun:
         self._contents = objects_file.list_contents(index.catalog)
         self._progress = progress
         self._only = only
-        self._buffers = BufferPool(max(block_reads.READ_NBYTES, open_files.MAX_BLOCK_NBYTES))
+        self._buffers = BufferPool(max(read_grouping.READ_NBYTES, open_files.MAX_BLOCK_NBYTES))
 
     def run(self, level: Level) -> None:
         """Check the names of files, then the files, several at once."""
@@ -375,8 +375,8 @@ class _VerifyRun:
             if (checked := self._check_header(record, expected)) is None:
                 continue
             file, end = checked
-            needed = block_reads.all_blocks(file.header.shards, file.header.block_nbytes)
-            for read in block_reads.group_into_reads(
+            needed = read_grouping.all_blocks(file.header.shards, file.header.block_nbytes)
+            for read in read_grouping.group_into_reads(
                 block for block in needed if block.stop <= end
             ):
                 yield partial(self._check_blocks, file, read)
@@ -427,7 +427,7 @@ class _VerifyRun:
                     count = readable.read_into(file.header.header_nbytes + read.span.start, data)
             except CheckpointError as error:
                 lost = [
-                    (block.shard.fqn, block_reads.rows_of_block(block)) for block in read.blocks
+                    (block.shard.fqn, read_grouping.rows_of_block(block)) for block in read.blocks
                 ]
                 self._add_lost(file.record, error, lost)
                 return
@@ -436,11 +436,11 @@ class _VerifyRun:
                 problem: str | None = "the file ended while it was read"
                 if stop <= count:
                     self._count(stop - start)
-                    problem = block_reads.digest_problem(block, block_digest(data[start:stop]))
+                    problem = read_grouping.digest_problem(block, block_digest(data[start:stop]))
                 if problem is not None:
                     name, rank = self._index.file_name(file.record), file.record.rank
-                    text = str(block_reads.damage_error(file.path, file.header, block, problem))
-                    rows = block_reads.rows_of_block(block)
+                    text = str(read_grouping.damage_error(file.path, file.header, block, problem))
+                    rows = read_grouping.rows_of_block(block)
                     self._add_problem(name, rank, text, tensor=block.shard.fqn, rows=rows)
 
     def _add_lost(

@@ -33,8 +33,8 @@ from dist_ckpt.core.planning.name_selection import (
 )
 from dist_ckpt.core.planning.plan import ReadItem, TensorRequest
 from dist_ckpt.core.runtime.processes import paused_collector
-from dist_ckpt.core.shard_io.read.block_reads import CellTargets
 from dist_ckpt.core.shard_io.read.open_files import MAX_OPEN, OpenFile, OpenFiles, open_files
+from dist_ckpt.core.shard_io.read.read_grouping import CellTargets
 from dist_ckpt.core.state.binding.bind import (
     Binding,
     Template,

@@ -59,8 +59,8 @@ from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
-from dist_ckpt.core.shard_io.read.block_reads import CellTargets, count_placed_nbytes
 from dist_ckpt.core.shard_io.read.open_files import read_attached_file
+from dist_ckpt.core.shard_io.read.read_grouping import CellTargets, count_placed_nbytes
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CorruptError, NotFoundError, StorageError

@@ -50,8 +50,8 @@ from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.shard_io.memory.cell_memory import Target
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorTarget, synchronize
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
-from dist_ckpt.core.shard_io.read.block_reads import CellTargets
 from dist_ckpt.core.shard_io.read.open_files import OpenFiles, open_files
+from dist_ckpt.core.shard_io.read.read_grouping import CellTargets
 from dist_ckpt.core.state.inventory_builder import LocalState
 from dist_ckpt.core.state.tensors.local_tensors import class_name, torch_dtype
 from dist_ckpt.core.state.tensors.locate_tensor import locate_for_save

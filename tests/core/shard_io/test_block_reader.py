@@ -28,9 +28,9 @@ from dist_ckpt.core.format.geometry import (
 )
 from dist_ckpt.core.format.index.index import Index, ObjectsFileRecord
 from dist_ckpt.core.planning.plan import LoadPlan, TensorRequest
-from dist_ckpt.core.shard_io.read import block_reads, open_files
+from dist_ckpt.core.shard_io.read import open_files, read_grouping
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
-from dist_ckpt.core.shard_io.read.block_reads import READ_NBYTES, BlockRead, SmallShardsRead
+from dist_ckpt.core.shard_io.read.read_grouping import READ_NBYTES, BlockRead, SmallShardsRead
 from dist_ckpt.core.storage import ReadableFile
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CorruptError, StorageError
@@ -105,7 +105,7 @@ def load(
 ) -> ReadTotals:
     with closing(open_files.open_files(storage, FOLDER, index, plan, threads=2)) as files:
         nbytes_read = BlockReader(files, targets, verify=verify).read_all(2)
-    return ReadTotals(nbytes_read, block_reads.count_placed_nbytes(plan))
+    return ReadTotals(nbytes_read, read_grouping.count_placed_nbytes(plan))
 
 
 def check_filled(
@@ -200,12 +200,12 @@ def test_what_was_saved_in_any_layout_fills_any_cells(
 ) -> None:
     saved, wanted = case
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(block_reads, "MIN_SHARDS", least)
-        patch.setattr(block_reads, "SMALL_READ_NBYTES", most)
-        patch.setattr(block_reads, "MAX_SMALL_READS", least)
-        patch.setattr(block_reads, "WORK_NBYTES", most)
-        patch.setattr(block_reads, "ZERO_COPY_NBYTES", direct)
-        patch.setattr(block_reads, "READ_NBYTES", most)
+        patch.setattr(read_grouping, "MIN_SHARDS", least)
+        patch.setattr(read_grouping, "SMALL_READ_NBYTES", most)
+        patch.setattr(read_grouping, "MAX_SMALL_READS", least)
+        patch.setattr(read_grouping, "WORK_NBYTES", most)
+        patch.setattr(read_grouping, "ZERO_COPY_NBYTES", direct)
+        patch.setattr(read_grouping, "READ_NBYTES", most)
         totals, _ = round_trip(saved, wanted, world_size=3, block_nbytes=block_nbytes, lends=lends)
     itemsizes = {fqn: tensor.itemsize for fqn, tensor in saved.items()}
     assert totals.nbytes_placed == sum(
@@ -297,7 +297,7 @@ def test_a_large_shard_comes_straight_into_the_target_in_a_few_reads(
 def test_cells_that_begin_and_end_with_blocks_come_straight_one_by_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(block_reads, "ZERO_COPY_NBYTES", 0)
+    monkeypatch.setattr(read_grouping, "ZERO_COPY_NBYTES", 0)
     saved = {"model.w": random_tensor((8, 4), one_cell((8, 4)))}
     parts = [Region((i, 0), (2, 4)) for i in (0, 2, 4, 6)]
     totals, storage = round_trip(saved, [want(saved, "model.w", *parts)], block_nbytes=16)
@@ -477,7 +477,7 @@ def test_nothing_damaged_is_placed_through_scratch() -> None:
 def test_what_came_straight_and_damaged_is_listed_as_touched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(block_reads, "ZERO_COPY_NBYTES", 0)
+    monkeypatch.setattr(read_grouping, "ZERO_COPY_NBYTES", 0)
     storage, index, saved = two_ranks()
     at = index.files[0].header_nbytes
     spoiled = damaged(storage, "model-00000.safetensors", {at: 1})
@@ -547,7 +547,7 @@ def test_a_file_that_is_cut_off_while_it_is_read_is_corrupt() -> None:
 def test_an_error_of_the_storage_says_which_tensors_may_be_partial(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(block_reads, "ZERO_COPY_NBYTES", 0)
+    monkeypatch.setattr(read_grouping, "ZERO_COPY_NBYTES", 0)
     storage, index, saved = two_ranks()
     wanted = [want(saved, "model.w")]
 
@@ -589,7 +589,7 @@ def test_damage_of_a_shard_in_a_row_is_told_as_if_it_were_read_alone(
     wanted = [want(saved, fqn) for fqn in saved]
     told = []
     for least in (1, 1000):
-        monkeypatch.setattr(block_reads, "MIN_SHARDS", least)
+        monkeypatch.setattr(read_grouping, "MIN_SHARDS", least)
         targets = targets_of(wanted, saved)
         with pytest.raises(CorruptError) as caught:
             load(spoiled, index, plan_of(index, wanted), targets)

@@ -51,7 +51,8 @@ from dist_ckpt.core.planning.load.shared_ranges import RangeKey, SharedBlockRang
 from dist_ckpt.core.runtime.processes import running_time
 from dist_ckpt.core.runtime.threads import WORK_STALL_S, CallMonitor, DaemonThreads, parallel_for
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
-from dist_ckpt.core.shard_io.read.block_reads import (
+from dist_ckpt.core.shard_io.read.open_files import OpenFile
+from dist_ckpt.core.shard_io.read.read_grouping import (
     BlockRead,
     CellTargets,
     NeededBlock,
@@ -62,7 +63,6 @@ from dist_ckpt.core.shard_io.read.block_reads import (
     group_successive,
     split_off_small_shards,
 )
-from dist_ckpt.core.shard_io.read.open_files import OpenFile
 from dist_ckpt.errors import CorruptError, RankError, StorageError
 
 

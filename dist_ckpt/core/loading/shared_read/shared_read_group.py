@@ -24,8 +24,8 @@ from dist_ckpt.core.planning.load.shared_ranges import (
     has_shared_blocks,
 )
 from dist_ckpt.core.runtime.typed_msgpack import Message, decode, encode
-from dist_ckpt.core.shard_io.read.block_reads import find_shard_blocks, group_by_shard
 from dist_ckpt.core.shard_io.read.open_files import OpenFiles
+from dist_ckpt.core.shard_io.read.read_grouping import find_shard_blocks, group_by_shard
 from dist_ckpt.message_text import ranks_text
 
 _log = logging.getLogger("dist_ckpt")

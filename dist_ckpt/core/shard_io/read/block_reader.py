@@ -20,7 +20,8 @@ from dist_ckpt.core.planning.plan import ReadItem
 from dist_ckpt.core.runtime.host_memory import BufferPool, copy
 from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.memory.cell_memory import Target
-from dist_ckpt.core.shard_io.read.block_reads import (
+from dist_ckpt.core.shard_io.read.open_files import OpenFile, OpenFiles
+from dist_ckpt.core.shard_io.read.read_grouping import (
     READ_NBYTES,
     BlockRead,
     CellTargets,
@@ -34,7 +35,6 @@ from dist_ckpt.core.shard_io.read.block_reads import (
     group_successive,
     split_into_work,
 )
-from dist_ckpt.core.shard_io.read.open_files import OpenFile, OpenFiles
 from dist_ckpt.core.storage import ReadableFile
 from dist_ckpt.errors import CorruptError, StorageError
 from dist_ckpt.message_text import listed

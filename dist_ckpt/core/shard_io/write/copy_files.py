@@ -12,17 +12,17 @@ from dist_ckpt.core.format.index.index import FileRecord, Index, ShardFileRecord
 from dist_ckpt.core.format.shard_file import ShardFile, decode_header
 from dist_ckpt.core.planning.plan import FileReceipt
 from dist_ckpt.core.runtime.threads import parallel_for
-from dist_ckpt.core.shard_io.read.block_reads import (
-    BlockRead,
-    all_blocks,
-    check_digests,
-    group_into_reads,
-)
 from dist_ckpt.core.shard_io.read.open_files import (
     OpenFile,
     naming_damaged,
     open_file,
     read_checked_file,
+)
+from dist_ckpt.core.shard_io.read.read_grouping import (
+    BlockRead,
+    all_blocks,
+    check_digests,
+    group_into_reads,
 )
 from dist_ckpt.core.shard_io.write.shard_writer import (
     create_file,

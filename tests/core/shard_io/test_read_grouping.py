@@ -10,9 +10,9 @@ import pytest
 
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.planning.plan import TensorRequest
-from dist_ckpt.core.shard_io.read import block_reads
-from dist_ckpt.core.shard_io.read.block_reads import BlockRead, split_into_work
+from dist_ckpt.core.shard_io.read import read_grouping
 from dist_ckpt.core.shard_io.read.open_files import open_files
+from dist_ckpt.core.shard_io.read.read_grouping import BlockRead, split_into_work
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from written import Saved, one_cell, plan_of, random_tensor, write
 
@@ -24,7 +24,7 @@ def spans_of(
     saved: Mapping[str, Saved], monkeypatch: pytest.MonkeyPatch, *, threads: int
 ) -> list[list[tuple[str, int, int]]]:
     """Return the file and span of each read, those that a thread does in a row together."""
-    monkeypatch.setattr(block_reads, "READ_NBYTES", BLOCK_NBYTES)
+    monkeypatch.setattr(read_grouping, "READ_NBYTES", BLOCK_NBYTES)
     storage = MemoryStorage({FOLDER: None})
     index = write(storage, FOLDER, saved, block_nbytes=BLOCK_NBYTES)
     wanted = [
@@ -41,7 +41,7 @@ def spans_of(
 def test_a_thread_does_many_reads_at_first_and_one_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(block_reads, "WORK_NBYTES", 8 * BLOCK_NBYTES)
+    monkeypatch.setattr(read_grouping, "WORK_NBYTES", 8 * BLOCK_NBYTES)
     saved = {
         f"model.t{number}": random_tensor((1024,), one_cell((1024,)), seed=number)
         for number in range(2)
