@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import reduce
+from itertools import chain
 
 from msgspec import structs
 from torch.distributed import ProcessGroup
@@ -48,7 +49,7 @@ from dist_ckpt.core.loading.load_decisions import (
     sum_totals,
 )
 from dist_ckpt.core.loading.load_options import LoadOptions, ReadOnce, Sources, sources_text
-from dist_ckpt.core.loading.shared_read.run_shared_read import check_blocks_first, read_blocks
+from dist_ckpt.core.loading.shared_read.run_shared_read import RankReads, SharedReader
 from dist_ckpt.core.loading.shared_read.shared_read_group import (
     SharedReadGroup,
     UnreachableRanks,
@@ -58,6 +59,7 @@ from dist_ckpt.core.planning.name_selection import SELECT_ALL, Cast
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.public_names import refuse_old_parameters
+from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.shard_io.read.open_files import read_attached_file
 from dist_ckpt.core.shard_io.read.read_grouping import CellTargets, count_placed_nbytes
@@ -130,7 +132,8 @@ def load(
 
     A background save may have left this checkpoint in the memory of a host. Then the load reads
     and checks that memory, unless another process still trains on it. `opener` turns paths into
-    checkpoints. The default one supports all of the above.
+    checkpoints. `dist_ckpt.load` passes one that supports all of the above; `NATIVE` opens only
+    the plain paths of checkpoints.
     """
     options = LoadOptions(
         sharding=sharding,
@@ -412,3 +415,37 @@ def _read(
     checked.binding.finish_tensors()
     nbytes_placed = count_placed_nbytes(checked.files.plan)
     return RankTotals(nbytes_read, nbytes_received, nbytes_placed, time.monotonic() - start)
+
+
+def check_blocks_first(
+    session: Session, group: SharedReadGroup | None, reader: BlockReader
+) -> None:
+    """Check the blocks that this rank would read. In a group the fetcher checks a shared block."""
+    if group is None:
+        reader.read_all(session.settings.threads)
+        return
+    work = RankReads(group, reader.targets)
+    fetched = ((planned.file, read) for planned in work.fetched_ranges() for read in planned.reads)
+    reads = chain(work.local_reads(), fetched)
+    with reader.name_touched():
+        parallel_for(lambda args: reader.read(*args), reads, threads=group.session.settings.threads)
+
+
+def read_blocks(
+    session: Session, group: SharedReadGroup | None, reader: BlockReader
+) -> tuple[int, int]:
+    """Read all blocks of this rank, shared blocks once. Collective: every rank of `group` calls it.
+
+    Returns the bytes from storage, and the bytes from other ranks. Raises the errors of
+    `BlockReader.read_all`, and SecondaryError if another rank fails.
+    """
+    if group is None:
+        return reader.read_all(session.settings.threads), 0
+    try:
+        work = RankReads(group, reader.targets)
+        with reader.name_touched():
+            SharedReader(group, work, reader).read_all()
+        return work.nbytes_moved()
+    except BaseException:
+        group.give_up()
+        raise

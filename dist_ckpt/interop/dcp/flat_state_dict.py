@@ -34,7 +34,7 @@ from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.format.strict_json import is_text
-from dist_ckpt.core.loading.shared_read.run_shared_read import read_blocks
+from dist_ckpt.core.loading.load import read_blocks
 from dist_ckpt.core.loading.shared_read.shared_read_group import (
     SharedReadGroup,
     UnreachableRanks,

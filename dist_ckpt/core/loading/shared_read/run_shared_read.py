@@ -35,12 +35,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, count, pairwise
+from itertools import count, pairwise
 
 from dist_ckpt.core.comm.collectives.collective import Collective
 from dist_ckpt.core.comm.collectives.host_links import HostLinks
 from dist_ckpt.core.comm.rank_messages import SecondaryError
-from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.format.geometry import ByteRange
 from dist_ckpt.core.loading.shared_read.shared_read_group import (
     SharedReadGroup,
@@ -49,7 +48,7 @@ from dist_ckpt.core.loading.shared_read.shared_read_group import (
 )
 from dist_ckpt.core.planning.load.shared_ranges import RangeKey, SharedBlockRange
 from dist_ckpt.core.runtime.processes import running_time
-from dist_ckpt.core.runtime.threads import WORK_STALL_S, CallMonitor, DaemonThreads, parallel_for
+from dist_ckpt.core.runtime.threads import WORK_STALL_S, CallMonitor, DaemonThreads
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.shard_io.read.open_files import OpenFile
 from dist_ckpt.core.shard_io.read.read_grouping import (
@@ -64,27 +63,6 @@ from dist_ckpt.core.shard_io.read.read_grouping import (
     split_off_small_shards,
 )
 from dist_ckpt.errors import CorruptError, RankError, StorageError
-
-
-def read_blocks(
-    session: Session, group: SharedReadGroup | None, reader: BlockReader
-) -> tuple[int, int]:
-    """Read all blocks of this rank, shared blocks once. Collective: every rank of `group` calls it.
-
-    Returns the bytes from storage, and the bytes from other ranks. Raises the errors of
-    `BlockReader.read_all`, and SecondaryError if another rank fails.
-    """
-    if group is None:
-        return reader.read_all(session.settings.threads), 0
-    try:
-        work = RankReads(group, reader.targets)
-        with reader.name_touched():
-            SharedReader(group, work, reader).read_all()
-        return work.nbytes_moved()
-    except BaseException:
-        group.give_up()
-        raise
-
 
 # --- transfer: through shared memory on a host, over the network between hosts ----------------
 
@@ -191,20 +169,6 @@ def receive_range(
 
 # At this interval a waiting thread checks its calls, and the ranks that it waits for.
 RANK_CHECK_INTERVAL_S = 1.0
-
-
-def check_blocks_first(
-    session: Session, group: SharedReadGroup | None, reader: BlockReader
-) -> None:
-    """Check the blocks that this rank would read. In a group the fetcher checks a shared block."""
-    if group is None:
-        reader.read_all(session.settings.threads)
-        return
-    work = RankReads(group, reader.targets)
-    fetched = ((planned.file, read) for planned in work.fetched_ranges() for read in planned.reads)
-    reads = chain(work.local_reads(), fetched)
-    with reader.name_touched():
-        parallel_for(lambda args: reader.read(*args), reads, threads=group.session.settings.threads)
 
 
 class SharedReader:

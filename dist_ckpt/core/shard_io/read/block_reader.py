@@ -83,12 +83,12 @@ class BlockReader:
         Raises StorageError, or CorruptError whose `touched` names tensors with partial data.
         """
 
-        def read_all(reads: Sequence[tuple[OpenFile, PlannedRead]]) -> int:
+        def read_group(reads: Sequence[tuple[OpenFile, PlannedRead]]) -> int:
             return sum(self.read(file, read) for file, read in reads)
 
         with self.name_touched():
             work = split_into_work(self.files, self.targets, threads)
-            return sum(parallel_for(read_all, work, threads=threads))
+            return sum(parallel_for(read_group, work, threads=threads))
 
     @contextmanager
     def name_touched(self) -> Iterator[None]:
