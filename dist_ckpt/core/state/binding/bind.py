@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from operator import itemgetter
@@ -27,6 +27,7 @@ from dist_ckpt.core.shard_io.memory.cell_memory import Target
 from dist_ckpt.core.state.binding.bind_context import (
     BindContext,
     FixedValue,
+    Loadable,
     NewContainer,
     Value,
     fill_container,
@@ -35,6 +36,7 @@ from dist_ckpt.core.state.binding.bind_context import (
 from dist_ckpt.core.state.binding.bind_optimizers import bind_optimizer
 from dist_ckpt.core.state.binding.sources.rename import suggest_rules
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, build_saved_tree
+from dist_ckpt.core.state.binding.targets import PlacementHint
 from dist_ckpt.core.state.binding.template import Template, read_template
 from dist_ckpt.core.state.module_tensors import ModulePart, ModuleState
 from dist_ckpt.core.state.tensors.local_tensors import PLAIN
@@ -78,6 +80,7 @@ def bind(
     has a value that the index lists.
     """
     context = BindContext(template, saved, selection, keys, strict=strict, cast=cast)
+    context.bind_inner = _bind_inner
     if not saved.problems and (fill_root := _bind_root(context)) is not None:
         context.value_setters.append(fill_root)
     return Binding(context)
@@ -168,9 +171,9 @@ class Binding:
         """Call load_state_dict and set_extra_state of the state's objects; set generators last.
 
         The calls are sorted by name: user code may contain collectives, and each rank may have
-        its keys in another order.
+        its keys in another order. An object inside another one is loaded before that one.
         """
-        for _, load in sorted(self._context.object_loads, key=itemgetter(0)):
+        for _, load in sorted(self._context.object_loads, key=lambda call: f"{call[0]}.\U0010ffff"):
             load()
         for _, generators, saved in self._context.generators:
             generators.restore(saved())
@@ -294,7 +297,9 @@ def _bind_plain(context: BindContext, name: str, live: object) -> Value | None:
     return _bind_branch(context, name, Branch(container_kind(live) or "dict", live, children))
 
 
-def _bind_per_rank(context: BindContext, name: str, wrapper: PerRank | RNG) -> None:
+def _bind_per_rank(
+    context: BindContext, name: str, wrapper: PerRank | RNG, *, is_inner: bool = False
+) -> None:
     if not context.is_selected(name):
         return
     if (saved := context.request_per_rank(name, wrapper)) is None:
@@ -303,18 +308,69 @@ def _bind_per_rank(context: BindContext, name: str, wrapper: PerRank | RNG) -> N
         # Cached: it is read before anything is set, and a user function may not be pure.
         context.generators.append((name, wrapper, cache(saved)))
     elif has_state(wrapper.value):
-        _load_object(context, name, wrapper.value, saved)
+        _load_object(context, name, wrapper.value, saved, is_inner=is_inner)
     else:
         context.value_setters.append(lambda: setattr(wrapper, "value", saved()))
 
 
-def _bind_object(context: BindContext, name: str, leaf: ObjectLeaf) -> None:
+def _bind_inner(
+    context: BindContext, name: str, leaf: Loadable, hint: PlacementHint | None
+) -> Value:
+    """Bind an object that another object's state dict has; return the value which that one gets.
+
+    It is the live object, as after a `torch.load`; for a PerRank, the value of this rank.
+    """
+    match leaf:
+        case PerRank():
+            _bind_per_rank(context, name, leaf, is_inner=True)
+            return lambda: leaf.value
+        case RNG():
+            _bind_per_rank(context, name, leaf)
+            return FixedValue(leaf)
+        case ObjectLeaf():
+            _bind_object(context, name, leaf, hint, is_inner=True)
+            return FixedValue(leaf.owner)
+        case ModuleLeaf() | OptimizerLeaf():
+            if _is_loaded_outside(context, leaf):
+                for full in context.selected_leaves(name):
+                    context.restore(full)
+            else:
+                _bind_node(context, name, leaf)
+            return FixedValue(leaf.live)
+    assert_never(leaf)
+
+
+def _is_loaded_outside(context: BindContext, leaf: ModuleLeaf | OptimizerLeaf) -> bool:
+    """Return True if the load also fills a module or optimizer outside of other objects."""
+
+    def owner(tree: ModuleLeaf | OptimizerLeaf) -> object:
+        return tree.live if isinstance(tree, ModuleLeaf) else tree.state.optimizer
+
+    def names(tree: Tree, fqn: str) -> Iterator[str]:
+        if isinstance(tree, ModuleLeaf | OptimizerLeaf) and owner(tree) is owner(leaf):
+            yield fqn
+        for key, child in tree.children.items() if isinstance(tree, Branch) else ():
+            yield from names(child, child_name(fqn, key))
+
+    return any(map(context.selected_leaves, names(context.template.root, "")))
+
+
+def _bind_object(
+    context: BindContext,
+    name: str,
+    leaf: ObjectLeaf,
+    hint: PlacementHint | None = None,
+    *,
+    is_inner: bool = False,
+) -> None:
     """Request the complete state of an object: its class decides which part it loads."""
     if context.is_selected(name) and context.saved.per_rank_keys(name) is not None:
         remedy = "load it in a dc.PerRank, as it was saved"
         context.report_mismatch(name, f"a {type(leaf.owner).__name__}", remedy)
         return
-    if context.is_missing(name) or (state := context.request_subtree(name, leaf.content)) is None:
+    if context.is_missing(name):
+        return
+    if (state := context.request_subtree(name, leaf.content, hint)) is None:
         return
     saved = [name, *context.saved.below(name)]
     left_out = [
@@ -338,16 +394,25 @@ def _bind_object(context: BindContext, name: str, leaf: ObjectLeaf) -> None:
             leaf.owner.check(state())  # it has no tensors, so nothing is left to read
     except IncompatibleError as error:
         context.problems.append(f"{name}: {error}")
-    _load_object(context, name, leaf.owner, state)
+    _load_object(context, name, leaf.owner, state, is_inner=is_inner)
 
 
-def _load_object(context: BindContext, name: str, owner: object, saved: Value) -> None:
+def _load_object(
+    context: BindContext, name: str, owner: object, saved: Value, *, is_inner: bool
+) -> None:
     def load() -> None:
         state = saved()
         with calling_user_code(name, owner, "load_state_dict"):
             owner.load_state_dict(state)  # type: ignore[attr-defined]
 
-    context.object_loads.append((name, load))
+    inner_loads = context.inner_loads
+    if is_inner:
+        inner_loads.setdefault(id(owner), cache(load))
+
+    def load_once() -> None:
+        inner_loads.get(id(owner), load)()  # the inner one may be bound after this
+
+    context.object_loads.append((name, load_once))
 
 
 def _bind_module(context: BindContext, fqn: str, leaf: ModuleLeaf) -> None:

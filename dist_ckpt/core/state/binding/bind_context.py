@@ -24,20 +24,28 @@ from dist_ckpt.core.state.tree.containers import (
     PathKey,
     child_name,
     container_entries,
+    container_kind,
     create_container,
 )
 from dist_ckpt.core.state.tree.state_tree import (
+    ModuleLeaf,
     ObjectLeaf,
+    OptimizerLeaf,
+    PlainLeaf,
     SubclassLeaf,
     TensorLeaf,
     Tree,
     calling_user_code,
     children_of,
+    walk,
 )
 from dist_ckpt.core.state.wrappers import RNG, PerRank, per_rank_key
 from dist_ckpt.errors import CheckpointError
 
 Value = Callable[[], object]
+
+# What loads itself, also where another object's state dict has it.
+Loadable = ObjectLeaf | ModuleLeaf | OptimizerLeaf | PerRank | RNG
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,9 +101,14 @@ class BindContext:
 
     1. `tensor_setters` replace the tensors of meta modules.
     2. `value_setters` set all other values.
-    3. `object_loads` call the `load_state_dict` of objects.
+    3. `object_loads` call the `load_state_dict` of objects. `inner_loads` has the calls of objects
+       inside others, by id(): such an object is loaded once, whatever its names.
     4. `generators` are set to their saved states.
+
+    `bind_inner` binds a leaf that another object's state dict has, and returns its live value.
     """
+
+    bind_inner: Callable[[BindContext, str, Loadable, PlacementHint | None], Value]
 
     def __init__(
         self,
@@ -120,6 +133,7 @@ class BindContext:
         self.tensor_setters: list[tuple[str, Callable[[], None]]] = []
         self.value_setters: list[Callable[[], object]] = []
         self.object_loads: list[tuple[str, Callable[[], None]]] = []
+        self.inner_loads: dict[int, Callable[[], None]] = {}
         self.generators: list[tuple[str, RNG, Value]] = []
         self._selection, self._keys = selection, keys or {}
         self._split: dict[str, object] = {}
@@ -390,30 +404,61 @@ class BindContext:
         """Request everything saved at and below a name, as new containers of the saved kinds.
 
         A fitting tensor of `tree` is filled in place. Otherwise a new tensor is created: placed
-        like the parameter of `hint`, or whole in host memory. Return None if no name is selected.
+        like the parameter of `hint`, or whole in host memory. An object of `tree` loads what was
+        saved, and is the value itself. Return None if no name is selected.
         """
-        while isinstance(tree, ObjectLeaf):
-            tree = tree.content
+        if isinstance(tree, ObjectLeaf | ModuleLeaf | OptimizerLeaf) and self._fits(name, tree):
+            is_needed = self.selected_leaves(name) or self.is_selected(name)
+            return self.bind_inner(self, name, tree, hint) if is_needed else None
         if isinstance(tree, SubclassLeaf):
             self.request_subclass(name, tree)
             return FixedValue(tree.value)
         if hint is not None and self.saved.is_wrapper_subclass(name):
             return self._new_subclass_tensor(name, hint)
         leaf = self._request_leaf(name, tree, hint)
-        children = children_of(tree)
+        whole = leaf.value if isinstance(leaf, FixedValue) else None
         items: dict[PathKey, Value] = {}
-        for key, child in self.saved.children(name):
-            if (value := self.request_subtree(child, children.get(key), hint)) is not None:
+        for key, child, subtree in (
+            *self._saved_children(name, tree),
+            *self._objects_in_value(name, tree, whole),
+        ):
+            if (value := self.request_subtree(child, subtree, hint)) is not None:
                 items[key] = value
         kind = self.saved.kinds.get(name)
         if items:
-            before = (container_entries(leaf.value) if isinstance(leaf, FixedValue) else None) or {}
-            constants = {key: FixedValue(value) for key, value in before.items()}
-            return NewContainer(kind or "dict", {**constants, **items})
+            constants = {key: FixedValue(v) for key, v in (container_entries(whole) or {}).items()}
+            kind = kind or container_kind(whole) or "dict"
+            return NewContainer(kind, {**constants, **items})
         is_empty = not self.saved.children(name)
         if leaf is None and kind is not None and is_empty and self.is_selected(name):
             return NewContainer(kind, {})
         return leaf
+
+    def _saved_children(
+        self, name: str, tree: Tree | None
+    ) -> Iterator[tuple[PathKey, str, Tree | None]]:
+        """Yield the key and name of each saved child, and the live value of that key."""
+        live = children_of(tree)
+        for key, child in self.saved.children(name):
+            yield key, child, live.get(key)
+
+    def _objects_in_value(
+        self, name: str, tree: Tree | None, whole: object
+    ) -> Iterator[tuple[PathKey, str, Tree]]:
+        """Yield the entries of a saved value without tensors for which `tree` has an object."""
+        live, saved = children_of(tree), container_entries(whole) or {}
+        for key in filter(live.__contains__, saved):
+            if any(isinstance(part, Loadable) for _, part in walk(live[key], "_")):
+                self._split[child := child_name(name, key)] = saved[key]
+                yield key, child, live[key]
+
+    def _fits(self, name: str, leaf: ObjectLeaf | ModuleLeaf | OptimizerLeaf) -> bool:
+        """Return True unless something else was saved in the place of an object, such as None."""
+        saved = self.peek_value(name)
+        if saved is None or isinstance(saved.value, Mapping):
+            return True
+        content = leaf.content if isinstance(leaf, ObjectLeaf) else None
+        return isinstance(content, PlainLeaf) and not isinstance(content.value, Mapping)
 
     def _request_leaf(
         self, name: str, leaf: Tree | None, hint: PlacementHint | None
@@ -432,7 +477,7 @@ class BindContext:
         if (keys := self.saved.per_rank_keys(name)) is None:
             return self.request_value(name)
         if isinstance(leaf, PerRank | RNG):
-            return self.request_per_rank(name, leaf)
+            return self.bind_inner(self, name, leaf, hint)
         return self._request_unwrapped(name, {key for key, _ in keys})
 
 

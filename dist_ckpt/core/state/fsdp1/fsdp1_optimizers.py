@@ -243,7 +243,7 @@ def _replace_optimizer(leaf: OptimizerLeaf, fqn: str, parts: ByParameter) -> Opt
             for parameter in parameters
             for part in parts.get(id(parameter), (parameter,))
         }
-    return OptimizerLeaf(flat, names, leaf.further)
+    return OptimizerLeaf(flat, names, leaf.further, leaf.live)
 
 
 def _has_tensors(tree: Tree) -> bool:

@@ -90,10 +90,11 @@ class PlainLeaf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleLeaf:
-    """A module, and the leaves of its state dict."""
+    """A module, and the leaves of its state dict. `live` is the user's module, or list of parts."""
 
     state: ModuleState
     children: Mapping[PathKey, Tree]
+    live: object
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,11 +103,13 @@ class OptimizerLeaf:
 
     `further` are the entries of its `state_dict` besides the groups and the parameters' state. A
     view replaces an optimizer over flat parameters of FSDP1: `state/fsdp1/fsdp1_optimizers.py`.
+    `live` is the user's optimizer, or its `Named`.
     """
 
     state: OptimizerState
     names: Mapping[int, str] | None
     further: Mapping[PathKey, Tree]
+    live: object
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -325,7 +328,7 @@ def _read_further(value: object, fqn: str, above: tuple[int, ...]) -> Tree:
         raise ValueError(f"{fqn}: nested deeper than {MAX_DEPTH}: flatten the state")
     above = (*above, id(value))
     if isinstance(value, nn.Module):
-        return _read_module(_read_module_state(value, fqn), fqn, above)
+        return _read_module(value, _read_module_state(value, fqn), fqn, above)
     if entries is None:
         return ObjectLeaf(value, read_value(read_state_dict(value, fqn), fqn, above))
     return _read_container(value, entries, fqn, above)
@@ -340,9 +343,12 @@ def _read_container(
         # The modules are parts of one model, unless two of them have the same names.
         states = [_read_module_state(module, child_name(fqn, n)) for n, module in enumerate(value)]
         if (whole := merge_states(states)) is not None:
-            return _read_module(whole, fqn, above)
-        models = (_read_module(state, child_name(fqn, n), above) for n, state in enumerate(states))
-        return Branch(container_kind(value) or "list", value, dict(enumerate(models)))
+            return _read_module(value, whole, fqn, above)
+        models: dict[PathKey, Tree] = {
+            n: _read_module(module, state, child_name(fqn, n), above)
+            for n, (module, state) in enumerate(zip(value, states, strict=True))
+        }
+        return Branch(container_kind(value) or "list", value, models)
     children = _children(entries, fqn, above)
     if all(isinstance(child, PlainLeaf) for child in children.values()):
         return PlainLeaf(value)
@@ -405,7 +411,7 @@ def _read_module_state(module: nn.Module, fqn: str) -> ModuleState:
     return state
 
 
-def _read_module(state: ModuleState, fqn: str, above: tuple[int, ...]) -> ModuleLeaf:
+def _read_module(live: object, state: ModuleState, fqn: str, above: tuple[int, ...]) -> ModuleLeaf:
     children: dict[PathKey, Tree] = {}
     for name, value in state.entries.items():
         if name not in state.live:
@@ -415,7 +421,7 @@ def _read_module(state: ModuleState, fqn: str, above: tuple[int, ...]) -> Module
             children[name] = (
                 TensorLeaf(value) if plain else read_tensor(value, child_name(fqn, name))
             )
-    return ModuleLeaf(state, children)
+    return ModuleLeaf(state, children, live)
 
 
 def _read_optimizer(
@@ -427,14 +433,14 @@ def _read_optimizer(
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{fqn}: Named holds a {type(optimizer).__name__}: give it an optimizer")
     if (state := direct_state(optimizer, fqn)) is not None:
-        return OptimizerLeaf(state, names, {})
+        return OptimizerLeaf(state, names, {}, value)
     reported = read_state_dict(optimizer, fqn)
     if (state := reported_state(optimizer, reported)) is None:
         check_unnamed(optimizer, fqn)
     try:
         if state is None:
             return ObjectLeaf(optimizer, read_value(reported, fqn, above))
-        return OptimizerLeaf(state, names, _children(state.further(), fqn, above))
+        return OptimizerLeaf(state, names, _children(state.further(), fqn, above), value)
     except (TypeError, ValueError) as error:
         raise TypeError(
             f"{error}: state_dict() of {type(optimizer).__name__} returns it; save a wrapper object"
