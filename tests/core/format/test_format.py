@@ -18,6 +18,7 @@ from dist_ckpt.core.format.index.index import (
     AttachedFileRecord,
     Catalog,
     Component,
+    Fusion,
     Index,
     Node,
     ObjectsFileRecord,
@@ -259,6 +260,17 @@ def test_the_golden_files_decode_for_ever(written, save):
     assert {item.value for item in Ext} == set(range(1, 21)), "a new type needs a golden value"
 
 
+def test_the_golden_index_of_fused_tensors_is_decoded_and_encoded_for_ever():
+    plain = decode((GOLDEN / "version-1/a2-0123456789abcdef/index.json").read_bytes())
+    data = (GOLDEN / "version-1-fused" / "index.json").read_bytes()
+    assert isinstance(plain, Index)
+    assert not plain.catalog.fused
+    fused = {"w": Fusion(1, (2, 3)), "w[0:1]": Fusion(1, (2, 3)), "pinwheel": Fusion(0, (1, 1, 1))}
+    index = replace(plain, catalog=replace(plain.catalog, fused=fused))
+    assert decode(data) == index
+    assert encode(index) == data
+
+
 def contents(path):
     return {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()}
 
@@ -286,7 +298,8 @@ def test_the_table_of_extension_types_is_that_of_the_code():
 
 def test_the_fields_of_the_index_are_those_of_the_code():
     attached = (AttachedFileRecord("a", 1, "0f" * 16),)
-    index = Index("a1-" + "0" * 16, 1, CATALOG, (), (), {}, {}, 1.5, "0f" * 16, attached)
+    catalog = replace(CATALOG, fused={"w": Fusion(1, (2, 3))})
+    index = Index("a1-" + "0" * 16, 1, catalog, (), (), {}, {}, 1.5, "0f" * 16, attached)
     section = TEXT[TEXT.index("## 4.") : TEXT.index("An abandoned attempt's")]
     assert re.findall(r"^\| `(\w+)`", section, re.MULTILINE) == re.findall(
         r'(?:^\{|,)"(\w+)":', strip_nested(encode(index).decode())

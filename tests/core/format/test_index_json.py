@@ -17,6 +17,7 @@ from dist_ckpt.core.format.index.index import (
     AttachedFileRecord,
     Catalog,
     Component,
+    Fusion,
     Index,
     ObjectsFileRecord,
     ShardFileRecord,
@@ -273,6 +274,7 @@ def small():
         values={"lr": 0, "mine": 1},
         per_rank={"rng": ((("dp", 0), 0), (("dp", 1), 1))},
         parameters={"w": True, "b": False},
+        fused={"w": Fusion(0, (1, 3)), "m.w": Fusion(0, (1, 3)), "b": Fusion(0, (1, 1, 1))},
     )
     attached = (AttachedFileRecord("a.json", 7, document_digest(b"")),)
     facts = {"metadata": {"loss": 0.5}, "saved_by": {"host": "n1"}, "attached": attached}
@@ -567,6 +569,18 @@ CORRUPTIONS = {
     "a parameter twice": put("parameters", 1, 0, 0),
     "parameters that descend": put("parameters", [[1, 1, True], [0, 1, True]]),
     "a parameter that is trained by a number": put("parameters", 0, 2, 1),
+    # fused tensors
+    "fused tensors that are no list": put("fused", {}),
+    "more fused tensors than tensors": put("fused", [[0, 4, 0, [1, 3]]]),
+    "a fused tensor twice": put("fused", 1, 0, 1),
+    "a fused tensor of no pieces": put("fused", 0, 3, []),
+    "a piece of nothing": put("fused", 0, 3, [4, 0]),
+    "a negative piece": put("fused", 0, 3, [5, -1]),
+    "a piece that is a float": put("fused", 0, 3, [1.0, 3]),
+    "pieces of another size": put("fused", 0, 3, [1, 4]),
+    "pieces of another dimension": put("fused", 0, 2, 1),
+    "pieces of a dimension that is not there": put("fused", 0, 2, 2),
+    "pieces of a negative dimension": put("fused", 0, 2, -1),
 }
 
 

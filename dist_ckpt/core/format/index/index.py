@@ -53,6 +53,14 @@ class TensorRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Fusion:
+    """The matrices in a fused tensor: their sizes along dimension `dim`, one after another."""
+
+    dim: int
+    sizes: Shape
+
+
+@dataclass(frozen=True, slots=True)
 class Catalog:
     """The stored tensors and values, and the rank that stored each: decided by a save plan.
 
@@ -69,6 +77,8 @@ class Catalog:
     per_rank: Mapping[str, tuple[tuple[Key, int], ...]]  # fqn -> its keys, with their ranks
     # fqn of a parameter -> whether it required a gradient. Empty for a plain state dict.
     parameters: Mapping[str, bool] = field(default_factory=dict)
+    # fqn of a tensor -> its pieces, if the ShardingConfig of the save named them
+    fused: Mapping[str, Fusion] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -40,11 +40,16 @@ from dist_ckpt.core.format.index.index import (
     ShardFileRecord,
     TensorRecord,
 )
+from dist_ckpt.core.format.index.tensor_ranges import (
+    decode_fused,
+    decode_parameters,
+    encode_fused,
+    parameter_ranges,
+)
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.strict_json import (
     Json,
     array,
-    boolean,
     check_version,
     corrupt_error,
     decode_dtype,
@@ -76,7 +81,7 @@ _MAX_LOOKUPS = 1 << 28
 
 CATALOG_FIELDS = (
     *("world_size", "mesh", "components", "holders", "layouts"),
-    *("tensors", "aliases", "values", "per_rank", "parameters"),
+    *("tensors", "aliases", "values", "per_rank", "parameters", "fused"),
 )
 _INDEX_FIELDS = (
     *("format", "state", "attempt", "save", "step", *CATALOG_FIELDS),
@@ -164,6 +169,7 @@ def encode_catalog(catalog: Catalog) -> dict[str, Json]:
     for layout in catalog.layouts:
         number = tables.setdefault(layout.holders, len(tables))
         layouts.append({**_encode_cut(layout.cut), "holders": number})
+    fused = encode_fused(catalog)
     return {
         "world_size": catalog.world_size,
         "mesh": [[name, size] for name, size in catalog.mesh],
@@ -181,22 +187,8 @@ def encode_catalog(catalog: Catalog) -> dict[str, Json]:
             for fqn, keys in catalog.per_rank.items()
         },
         "parameters": [[*row] for row in parameter_ranges(catalog.tensors, catalog.parameters)],
+        **({"fused": fused} if fused else {}),
     }
-
-
-def parameter_ranges(
-    names: Iterable[str], parameters: Mapping[str, bool]
-) -> tuple[tuple[int, int, bool], ...]:
-    """Return (first, count, trainable) for each range of successive names that are parameters."""
-    ranges: list[tuple[int, int, bool]] = []
-    for number, name in enumerate(names if parameters else ()):
-        if (trainable := parameters.get(name)) is None:
-            continue
-        if ranges and ranges[-1][0] + ranges[-1][1] == number and ranges[-1][2] is trainable:
-            ranges[-1] = ranges[-1][0], ranges[-1][1] + 1, trainable
-        else:
-            ranges.append((number, 1, trainable))
-    return tuple(ranges)
 
 
 def _encode_cut(cut: Cut) -> dict[str, Json]:
@@ -254,8 +246,9 @@ def decode(
         return Abandoned(_decode_attempt(attempt, label), string(by, label), string(reason, label))
     if state != "committed":
         raise corrupt_error(label, f"state {quote(state)} is neither committed nor abandoned")
-    # Before 2026-12 there was no `save` and no `parameters`; `attached` is optional.
-    fields({"save": None, "parameters": [], "attached": [], **doc}, _INDEX_FIELDS, label)
+    # Before 2026-12 there was no `save`, `parameters` or `fused`; `attached` is optional.
+    absent: dict[str, Json] = {"save": None, "parameters": [], "fused": [], "attached": []}
+    fields({**absent, **doc}, _INDEX_FIELDS, label)
     catalog = cached.catalog if cached and around else decode_catalog(doc, tensors, label)
     return _decode_index(doc, catalog, label)
 
@@ -443,7 +436,8 @@ def decode_catalog(doc: Mapping[str, Json], tensors_text: bytes, label: str) -> 
         aliases=aliases,
         values=values,
         per_rank=per_rank,
-        parameters=_decode_parameters(doc.get("parameters", []), [*tensors], label),
+        parameters=decode_parameters(doc.get("parameters", []), [*tensors], label),
+        fused=decode_fused(doc.get("fused", []), tensors, f"{label}, fused"),
     )
 
 
@@ -522,18 +516,6 @@ def _decode_cut(kind: str, value: list[Json], label: str) -> Cut:
     if kind == "flat":
         return Flat(integers(value, label))
     return Regions(tuple(decode_region(region, label) for region in value))
-
-
-def _decode_parameters(value: Json, names: Sequence[str], label: str) -> dict[str, bool]:
-    label = f"{label}, parameters"
-    parameters: dict[str, bool] = {}
-    free = 0
-    for listed_range in array(value, label):
-        start, count, trainable = row(listed_range, 3, label)
-        first = integer(start, free, len(names) - 1, label)
-        free = first + integer(count, 1, len(names) - first, label)
-        parameters.update(dict.fromkeys(names[first:free], boolean(trainable, label)))
-    return parameters
 
 
 def _decode_per_rank(value: Json, world_size: int, label: str) -> tuple[tuple[Key, int], ...]:
