@@ -21,22 +21,27 @@ from pathlib import Path
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.format.index.index import Catalog, Node
-from dist_ckpt.core.format.index.index_json import parameter_ranges
+from dist_ckpt.core.format.index.tensor_ranges import parameter_ranges
 from dist_ckpt.core.planning.plan import Inventory, SavePlan, TensorEntry
 from dist_ckpt.core.planning.save.balance import assign_evenly
 from dist_ckpt.core.planning.save.save_planner import plan_save
+from dist_ckpt.core.planning.sharding_rule import (
+    Rule,
+    ShardingRule,
+    check_numbers,
+    parse_axes,
+    parse_rule,
+)
 from dist_ckpt.core.planning.tensor_views import (
     Flattened,
     Mesh,
     MeshPlaced,
     ReplicatedAxis,
     RuleSharded,
-    ShardedAxis,
     View,
     Whole,
+    chunked_view,
 )
-
-Axes = tuple[tuple[int, ...], ...]
 
 _KEYS = ("mesh", "rules", "default", "zero_stage", "flat", "shapes")
 
@@ -55,6 +60,13 @@ class ShardingConfig:
     Others, and tensors without dimensions, are replicas. On a save the parts may be uneven: the
     global size is their sum along the axis. On a load they are those of `torch.chunk`.
 
+    A fused tensor is several matrices along one dimension, such as gate and up, or q, k and v.
+    Each rank has its part of each. The rule of a fused tensor also has `"pieces"`: their global
+    sizes along that dimension, as in `{"tp": 0, "pieces": [64, 64]}`. Each piece is cut as
+    `torch.chunk` does. A piece that fewer axes cut is `{"size": 64, "axes": ["kv"]}`. If the rule
+    cuts two dimensions, name an axis of the fused one: `"pieces": {"tp": [64, 64]}`. A save stores
+    the pieces.
+
     `zero_stage` 1 or 2 partitions the optimizer's state over all ranks, 3 all tensors. Ranks get
     whole parameters or, if `flat`, even ranges of each tensor's elements, in one dimension.
     `shapes` has the global shapes of the parameters. Stage 3 with `flat` needs them for every
@@ -65,14 +77,15 @@ class ShardingConfig:
     """
 
     mesh: Mapping[str, int]
-    rules: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    rules: Mapping[str, Rule] = field(default_factory=dict)
     default: Mapping[str, int] = field(default_factory=dict)
     zero_stage: int = field(default=0, kw_only=True)
     flat: bool = field(default=False, kw_only=True)
     shapes: Mapping[str, Shape] = field(default_factory=dict, kw_only=True)
+    _rules: Mapping[str, ShardingRule] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        mesh = _check_numbers("mesh", self.mesh)
+        mesh = check_numbers("mesh", self.mesh)
         if not mesh:
             raise ValueError("a ShardingConfig needs a mesh, such as {'dp': 2, 'tp': 4}")
         for axis, size in mesh.items():
@@ -80,10 +93,11 @@ class ShardingConfig:
                 raise ValueError(f"mesh axis {axis!r} of size {size}: give a name and at least 1")
         if not isinstance(self.rules, Mapping):
             raise TypeError(f"rules are a {type(self.rules).__name__}: map patterns to axes")
-        rules = {pattern: _check_rule(pattern, rule, mesh) for pattern, rule in self.rules.items()}
+        rules = {pattern: parse_rule(pattern, rule, mesh) for pattern, rule in self.rules.items()}
         object.__setattr__(self, "mesh", mesh)
-        object.__setattr__(self, "rules", rules)
-        object.__setattr__(self, "default", _check_rule("default", self.default, mesh))
+        object.__setattr__(self, "_rules", rules)
+        object.__setattr__(self, "rules", {key: rule.as_document() for key, rule in rules.items()})
+        object.__setattr__(self, "default", parse_axes("the rule 'default'", self.default, mesh))
         object.__setattr__(self, "shapes", _check_shapes(self.shapes))
         self._check_zero()
 
@@ -200,17 +214,17 @@ class ShardingConfig:
         """Return the ranks as a mesh, for planners."""
         return _build_mesh(tuple(self.mesh.items()))
 
-    def axes_for(self, name: str, ndim: int) -> Axes:
-        """Return the numbers of the mesh axes that cut each dimension of a parameter.
+    def view_for(self, name: str, ndim: int) -> RuleSharded:
+        """Return how the mesh axes cut each dimension of a parameter, and its pieces.
 
         `name` has no component. Raises ValueError if rules that match it differ, or cut a dimension
         that it lacks. A tensor without dimensions is never cut.
         """
         if ndim == 0:
-            return ()
+            return RuleSharded(self.ranks(), ())
         matching = {
-            pattern: self._axes(rule, ndim, f"the rule {pattern!r} for {name}")
-            for pattern, rule in self.rules.items()
+            pattern: rule.view(self.ranks(), ndim, f"the rule {pattern!r} for {name}")
+            for pattern, rule in self._rules.items()
             if fnmatchcase(name, pattern)
         }
         if len(set(matching.values())) > 1:
@@ -221,18 +235,11 @@ class ShardingConfig:
         if matching:
             return next(iter(matching.values()))
         fitting = {axis: dim for axis, dim in self.default.items() if -ndim <= dim < ndim}
-        return self._axes(fitting, ndim, "the default")
+        return ShardingRule(fitting).view(self.ranks(), ndim, "the default")
 
-    def _axes(self, rule: Mapping[str, int], ndim: int, rule_text: str) -> Axes:
-        cut: list[list[int]] = [[] for _ in range(ndim)]
-        for number, axis in enumerate(self.mesh):
-            if axis in rule:
-                if not -ndim <= rule[axis] < ndim:
-                    raise ValueError(
-                        f"{rule_text} cuts dimension {rule[axis]} of a tensor that has {ndim}"
-                    )
-                cut[rule[axis]].append(number)
-        return tuple(map(tuple, cut))
+    def has_rule(self, name: str) -> bool:
+        """Return True if a rule matches a parameter, so that `default` does not apply to it."""
+        return any(fnmatchcase(name, pattern) for pattern in self.rules)
 
 
 def strip_component(fqn: str, component: str) -> str:
@@ -252,15 +259,15 @@ def find_parameter(name: str, shapes: Mapping[str, Shape]) -> tuple[str, Shape] 
     return None
 
 
-def find_axes(
+def find_rule_view(
     config: ShardingConfig, name: str, shape: Shape, parameter: tuple[str, Shape] | None
-) -> Axes:
-    """Return the axes that cut a tensor. `parameter` is the name and shape of its parameter."""
+) -> RuleSharded:
+    """Return how a tensor is cut. `parameter` is the name and shape of its parameter."""
     if parameter is None:
-        return config.axes_for(name, len(shape))
+        return config.view_for(name, len(shape))
     if parameter[1] != shape:
-        return ((),) * len(shape)
-    return config.axes_for(parameter[0], len(shape))
+        return RuleSharded(config.ranks(), ((),) * len(shape))
+    return config.view_for(parameter[0], len(shape))
 
 
 # All tensors share one mesh: it has an entry for each rank of the job.
@@ -268,24 +275,6 @@ def find_axes(
 def _build_mesh(axes: tuple[tuple[str, int], ...]) -> Mesh:
     sizes = tuple(size for _, size in axes)
     return Mesh(tuple(name for name, _ in axes), sizes, tuple(range(prod(sizes))))
-
-
-def _check_numbers(label: str, value: object) -> dict[str, int]:
-    if not isinstance(value, Mapping):
-        raise TypeError(f"{label} is a {type(value).__name__}: map axis names to numbers")
-    for axis, number in value.items():
-        if type(axis) is not str or type(number) is not int:
-            raise TypeError(f"{label} has {axis!r}: {number!r}: map axis names to whole numbers")
-    return dict(value)
-
-
-def _check_rule(pattern: object, value: object, mesh: Mapping[str, int]) -> dict[str, int]:
-    if type(pattern) is not str:
-        raise TypeError(f"rules have {pattern!r}: give a pattern on names")
-    rule = _check_numbers(f"the rule {pattern!r}", value)
-    if unknown := [axis for axis in rule if axis not in mesh]:
-        raise ValueError(f"the rule {pattern!r} names {unknown}: the mesh has {list(mesh)}")
-    return rule
 
 
 def _check_shapes(value: object) -> dict[str, Shape]:
@@ -323,20 +312,11 @@ def target_view(
             return Flattened(config.ranks())
         if not config.flat and owner is not None:
             return MeshPlaced(Mesh(("owner",), (1,), (owner,)), (ReplicatedAxis(),))
-    axes = find_axes(config, name, shape, parameter)
-    if not any(axes):
-        return Whole()
-    return chunked_view(RuleSharded(config.ranks(), axes))
-
-
-def chunked_view(view: RuleSharded) -> MeshPlaced:
-    """Return the view with the same cuts, in parts as `torch.chunk` makes them."""
-    dims = {axis: dim for dim, cutting in enumerate(view.axes) for axis in cutting}
-    placements = (
-        ShardedAxis(dims[axis]) if axis in dims else ReplicatedAxis()
-        for axis in range(len(view.mesh.shape))
-    )
-    return MeshPlaced(view.mesh, tuple(placements))
+    view = find_rule_view(config, name, shape, parameter)
+    try:
+        return chunked_view(view, shape) if any(view.axes) else Whole()
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def target_views(config: ShardingConfig, catalog: Catalog) -> dict[str, View]:
@@ -399,7 +379,9 @@ def plan_reshard(
         fqn: tuple((key, number % config.world_size) for number, (key, _) in enumerate(keys))
         for fqn, keys in catalog.per_rank.items()
     }
-    return replace(plan, catalog=replace(plan.catalog, per_rank=per_rank))
+    # A tensor that a rule of `config` cuts plainly is still fused.
+    fused = {**catalog.fused, **plan.catalog.fused}
+    return replace(plan, catalog=replace(plan.catalog, per_rank=per_rank, fused=fused))
 
 
 def _is_partitioned(config: ShardingConfig, parameter: tuple[str, Shape] | None) -> bool:

@@ -12,7 +12,7 @@ shape of the local tensor shows which order was used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, product
 from math import prod
@@ -83,14 +83,37 @@ class Parts(Message, frozen=True, tag=True):
     cells: tuple[Cell, ...]
 
 
+class Piece(Message, frozen=True):
+    """One of the matrices in a fused tensor: its size there, and the mesh axes that cut it."""
+
+    size: int
+    axes: tuple[int, ...]
+
+
 class RuleSharded(Message, frozen=True, tag=True):
-    """A local tensor under a ShardingConfig: mesh axes `axes[d]` cut dimension d, also unevenly."""
+    """A local tensor under a ShardingConfig: mesh axes `axes[d]` cut dimension d, also unevenly.
+
+    With `pieces`, dimension `dim` is fused: see `Fused`.
+    """
 
     mesh: Mesh
     axes: tuple[tuple[int, ...], ...]
+    dim: int = 0
+    pieces: tuple[Piece, ...] = ()
 
 
-View = Whole | MeshPlaced | Flattened | Parts | RuleSharded
+class Fused(Message, frozen=True, tag=True):
+    """A tensor of pieces along `dim`: sizes there, and placements. Each is cut as a `MeshPlaced`.
+
+    A rank's memory has its part of each piece, one after another.
+    """
+
+    mesh: Mesh
+    dim: int
+    pieces: tuple[tuple[int, tuple[AxisPlacement, ...]], ...]
+
+
+View = Whole | MeshPlaced | Flattened | Parts | RuleSharded | Fused
 
 # Ascending, disjoint, not empty, and not adjacent.
 IndexRanges = tuple[range, ...]
@@ -112,14 +135,53 @@ def compute_cells(view: View, rank: int, shape: Shape) -> tuple[Cell, ...]:
             return _compute_mesh_cells(view, rank, shape)
         case Flattened():
             return _compute_flat_cells(view.mesh, rank, shape)
+        case Fused():
+            return _compute_fused_cells(view, rank, shape)
         case RuleSharded():
             raise ValueError("under a ShardingConfig, only the plan has the cells of a rank")
 
 
-def compute_layout(view: MeshPlaced | Flattened, shape: Shape) -> Layout:
+def chunked_view(view: RuleSharded, shape: Shape) -> MeshPlaced | Fused:
+    """Return the view of a tensor of global `shape` with these cuts, as `torch.chunk` makes them.
+
+    Raises ValueError if the pieces are not the fused dimension.
+    """
+    if not view.pieces:
+        return MeshPlaced(view.mesh, _place(view.axes, view.mesh))
+    if problem := find_pieces_problem(view, shape):
+        raise ValueError(problem)
+    before, after = view.axes[: view.dim], view.axes[view.dim + 1 :]
+    placed = (
+        (piece.size, _place((*before, piece.axes, *after), view.mesh)) for piece in view.pieces
+    )
+    return Fused(view.mesh, view.dim, tuple(placed))
+
+
+def find_pieces_problem(view: RuleSharded, shape: Shape) -> str | None:
+    """Return why the pieces of a rule are not those of a tensor of global `shape`, or None."""
+    sizes = [piece.size for piece in view.pieces]
+    if not sizes or sum(sizes) == shape[view.dim]:
+        return None
+    return (
+        f"the pieces {sizes} in the rule are {sum(sizes)} together, but dimension {view.dim} of "
+        f"the whole tensor is {shape[view.dim]}: correct the pieces in the ShardingConfig"
+    )
+
+
+def _place(axes: tuple[tuple[int, ...], ...], mesh: Mesh) -> tuple[AxisPlacement, ...]:
+    dims = {axis: dim for dim, cutting in enumerate(axes) for axis in cutting}
+    return tuple(
+        ShardedAxis(dims[axis]) if axis in dims else ReplicatedAxis()
+        for axis in range(len(mesh.shape))
+    )
+
+
+def compute_layout(view: MeshPlaced | Flattened | Fused, shape: Shape) -> Layout:
     """Return the layout of a tensor of global `shape` on a mesh, with the holders of each cell."""
     if 0 in shape:
         return whole_layout(shape, view.mesh.ranks)
+    if isinstance(view, Fused):
+        return _compute_fused_layout(view, shape)
     if isinstance(view, Flattened):
         numel, ranks = prod(shape), view.mesh.ranks
         bounds = (*range(0, numel, -(-numel // len(ranks))), numel)
@@ -214,6 +276,67 @@ def _chunk_ranges(ranges: IndexRanges, count: int) -> list[IndexRanges]:
             done += len(part)
             rest = rest[len(part) :]
     return [tuple(part) for part in parts]
+
+
+def _fused_pieces(view: Fused, shape: Shape) -> Iterator[tuple[int, MeshPlaced, Shape]]:
+    """Yield the start of each piece, its view and its shape."""
+    start = 0
+    for size, placements in view.pieces:
+        piece = (*shape[: view.dim], size, *shape[view.dim + 1 :])
+        yield start, MeshPlaced(view.mesh, placements), piece
+        start += size
+
+
+@lru_cache(maxsize=4096)
+def _compute_fused_cells(view: Fused, rank: int, shape: Shape) -> tuple[Cell, ...]:
+    if 0 in shape:
+        return (Region.whole(shape),) if rank in view.mesh.ranks else ()
+    return tuple(
+        _move(cell, view.dim, start)
+        for start, placed, piece in _fused_pieces(view, shape)
+        for cell in _compute_mesh_cells(placed, rank, piece)
+    )
+
+
+def _compute_fused_layout(view: Fused, shape: Shape) -> Layout:
+    """Join the layouts of the pieces, which differ only along the fused dimension."""
+    holders: dict[Region, tuple[int, ...]] = {}
+    starts: list[set[int]] = [set() for _ in shape]
+    for start, placed, piece in _fused_pieces(view, shape):
+        layout = compute_layout(placed, piece)
+        for number, ranks in enumerate(layout.holders):
+            cell = _move(layout.cell(number), view.dim, start)
+            holders[cell] = ranks
+            for dim, offset in enumerate(cell.offset):
+                starts[dim].add(offset)
+    cuts = tuple((*sorted(dim), size) for dim, size in zip(starts, shape, strict=True))
+    return Layout(Grid(cuts), tuple(holders[cell] for cell in sorted(holders)))
+
+
+def fits_memory(cells: Sequence[Cell], dim: int, shape: Shape) -> bool:
+    """Return True if boxes, one after another along `dim`, are a local tensor of this shape."""
+    if not cells:
+        return 0 in shape
+    extent = [*_move(cells[0], dim, 0).shape]
+    extent[dim] = sum(_move(cell, dim, 0).shape[dim] for cell in cells)
+    return shape == tuple(extent)
+
+
+@lru_cache(maxsize=4096)
+def piece_sizes(view: RuleSharded, rank: int) -> Shape:
+    """Return the size of each piece along the fused dimension of a rank's local tensor.
+
+    A piece of which the rank has nothing is left out.
+    """
+    total = (sum(piece.size for piece in view.pieces),)
+    line = RuleSharded(view.mesh, (view.axes[view.dim],), 0, view.pieces)
+    return tuple(cell.numel for cell in compute_cells(chunked_view(line, total), rank, total))
+
+
+def _move(cell: Cell, dim: int, distance: int) -> Region:
+    assert isinstance(cell, Region)
+    before, after = cell.offset[:dim], cell.offset[dim + 1 :]
+    return Region((*before, cell.offset[dim] + distance, *after), cell.shape)
 
 
 def mesh_positions(axes: Sequence[int], sizes: Shape, strides: Shape) -> list[int]:

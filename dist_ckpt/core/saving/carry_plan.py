@@ -310,6 +310,7 @@ def _build_linked_catalog(
             for fqn, record in tensors.items()
         },
         parameters={fqn: value for fqn, value in source.parameters.items() if fqn in tensors},
+        fused={fqn: of for fqn, of in source.fused.items() if fqn in tensors},
     )
 
 
@@ -328,6 +329,7 @@ def _plan_copied(
         values={},
         per_rank={},
         parameters={fqn: parameters[data] for fqn, data in copied.items() if data in parameters},
+        fused={fqn: source.fused[data] for fqn, data in copied.items() if data in source.fused},
     )
     return plan_reshard(catalog, ShardingConfig.even(live.world_size), (), ())
 
@@ -337,7 +339,7 @@ def _join_catalogs(
 ) -> Catalog:
     """Join the catalogs of the state and of the carried tensors, and add the carried values."""
     components, layouts, tensors = [*live.components], [*live.layouts], {**live.tensors}
-    parameters = {**live.parameters}
+    parameters, fused = {**live.parameters}, {**live.fused}
     for part in parts:
         moved: dict[int, TensorRecord] = {}  # equal tensors share their record
         for fqn, record in part.tensors.items():
@@ -351,6 +353,7 @@ def _join_catalogs(
         components += part.components
         layouts += part.layouts
         parameters.update(part.parameters)
+        fused.update(part.fused)
     per_rank = {fqn: source.per_rank[fqn] for fqn in names.per_rank}
     if source.world_size != live.world_size:  # the ranks store the keys in turn
         per_rank = {
@@ -367,4 +370,5 @@ def _join_catalogs(
         values={**live.values, **dict.fromkeys(names.values, 0)},
         per_rank={**live.per_rank, **per_rank},
         parameters={fqn: parameters[fqn] for fqn in tensors if fqn in parameters},
+        fused=fused,
     )

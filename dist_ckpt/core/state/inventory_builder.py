@@ -10,12 +10,13 @@ import torch
 
 from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.format.index.index import Key, Node
-from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS, parameter_ranges
+from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS
+from dist_ckpt.core.format.index.tensor_ranges import parameter_ranges
 from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.planning.name_selection import SELECT_ALL, Selection
 from dist_ckpt.core.planning.plan import Inventory, NameList, TensorEntry
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
-from dist_ckpt.core.planning.tensor_views import Flattened, View, Whole
+from dist_ckpt.core.planning.tensor_views import Flattened, RuleSharded, View, Whole, piece_sizes
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorReader, synchronize
 from dist_ckpt.core.state.fsdp1.fsdp1_optimizers import with_original_params
 from dist_ckpt.core.state.named_optimizers import (
@@ -336,6 +337,8 @@ class _InventoryBuilder:
         view, shape = local.view, local.shape
         if self.rules is not None and isinstance(view, Whole):
             view, shape = self.rules.view(fqn, leaf, shape) or (view, shape)
+        if isinstance(view, RuleSharded) and view.pieces:
+            local = _split_pieces(local, view, self.rank)
         # With ZeRO the last ranks may have an empty part, and no cell, of a short tensor.
         if isinstance(view, Flattened) and 0 in local.shape and 0 not in shape:
             local = replace(local, parts=())
@@ -369,3 +372,14 @@ class _InventoryBuilder:
                 "are joined with dots: rename one of the keys"
             )
         self.paths.add(fqn)
+
+
+def _split_pieces(local: LocalTensor, view: RuleSharded, rank: int) -> LocalTensor:
+    """Return a fused local tensor with a part for each piece. Wrong sizes stay whole.
+
+    The plan reports wrong sizes, with the ranks.
+    """
+    (whole,), sizes = local.parts, piece_sizes(view, rank)
+    if not whole.numel() or sum(sizes) != whole.shape[view.dim]:
+        return local
+    return replace(local, parts=tuple(whole.split(sizes, view.dim)))

@@ -13,9 +13,8 @@ from dist_ckpt.core.format.geometry import Cell, Region, Shape
 from dist_ckpt.core.planning.name_selection import names_above
 from dist_ckpt.core.planning.sharding_config import (
     ShardingConfig,
-    chunked_view,
-    find_axes,
     find_parameter,
+    find_rule_view,
     strip_component,
 )
 from dist_ckpt.core.planning.tensor_views import (
@@ -23,7 +22,10 @@ from dist_ckpt.core.planning.tensor_views import (
     MeshPlaced,
     RuleSharded,
     View,
+    chunked_view,
     compute_cells,
+    find_pieces_problem,
+    fits_memory,
 )
 from dist_ckpt.core.state.tensors.local_tensors import class_name
 from dist_ckpt.core.state.tree.containers import child_name
@@ -85,8 +87,8 @@ class ShardingRules:
             self._check_known(fqn, leaf, parameter[0] if parameter else name, shape)
             whole = self._flat_shape(name, parameter, shape)
             return None if whole is None else (Flattened(self.sharding.ranks()), whole)
-        axes = find_axes(self.sharding, name, shape, parameter)
-        return (RuleSharded(self.sharding.ranks(), axes), shape) if any(axes) else None
+        view = find_rule_view(self.sharding, name, shape, parameter)
+        return (view, shape) if any(view.axes) else None
 
     def check_whole(self, fqn: str, leaf: SubclassLeaf) -> None:
         """Raise TypeError if the config cuts a tensor subclass: no rules cut its inner tensors."""
@@ -147,11 +149,15 @@ def target_cells(
     view: RuleSharded | Flattened, shape: Shape, rank: int, saved: Shape
 ) -> tuple[Cell, ...] | None:
     """Return the cells of a saved tensor in a part of `shape`; None if the shape differs."""
-    if len(shape) != len(saved) and isinstance(view, RuleSharded):
+    if isinstance(view, RuleSharded) and (
+        len(shape) != len(saved) or find_pieces_problem(view, saved)
+    ):
         return None
     cells = compute_cells(
-        chunked_view(view) if isinstance(view, RuleSharded) else view, rank, saved
+        chunked_view(view, saved) if isinstance(view, RuleSharded) else view, rank, saved
     )
+    if isinstance(view, RuleSharded) and view.pieces:
+        return cells if fits_memory(cells, view.dim, shape) else None
     if not cells:
         return () if 0 in shape else None
     (cell,) = cells

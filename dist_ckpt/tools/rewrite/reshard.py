@@ -307,6 +307,7 @@ def select_part(
             values={fqn: catalog.values[fqn] for fqn in part.values},
             per_rank={fqn: catalog.per_rank[fqn] for fqn in part.per_rank},
             parameters={f: is_on for f, is_on in catalog.parameters.items() if f in part.tensors},
+            fused={fqn: of for fqn, of in catalog.fused.items() if fqn in part.tensors},
         ),
         replace(left, metadata=main.metadata),
     )

@@ -296,6 +296,7 @@ def _drop_tensors(index: Index, dropped: Collection[str], numbers: Collection[in
                 for fqn, record in tensors.items()
             },
             parameters={f: trained for f, trained in catalog.parameters.items() if f in tensors},
+            fused={fqn: of for fqn, of in catalog.fused.items() if fqn in tensors},
         ),
         files=tuple(
             replace(file, component=new_component[file.component])

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.planning.sharding_config import (
-    Axes,
     ShardingConfig,
-    find_axes,
     find_parameter,
+    find_rule_view,
     strip_component,
 )
 from dist_ckpt.core.planning.tensor_views import Mesh
@@ -26,48 +25,48 @@ GRID = {"dp": 2, "tp": 4}
 
 def test_a_rule_cuts_the_dimensions_that_it_names() -> None:
     config = ShardingConfig(GRID, {"*.wq.weight": {"tp": 0}, "*.wo.weight": {"tp": 1, "dp": 0}})
-    assert config.axes_for("layers.0.wq.weight", 2) == ((1,), ())
-    assert config.axes_for("layers.0.wo.weight", 2) == ((0,), (1,))
-    assert config.axes_for("layers.0.norm.weight", 1) == ((),)
+    assert config.view_for("layers.0.wq.weight", 2).axes == ((1,), ())
+    assert config.view_for("layers.0.wo.weight", 2).axes == ((0,), (1,))
+    assert config.view_for("layers.0.norm.weight", 1).axes == ((),)
 
 
 def test_two_axes_on_one_dimension_nest_in_the_order_of_the_mesh() -> None:
     config = ShardingConfig(GRID, {"w": {"tp": 0, "dp": 0}})
-    assert config.axes_for("w", 1) == ((0, 1),)
+    assert config.view_for("w", 1).axes == ((0, 1),)
 
 
 def test_dimensions_may_be_counted_from_the_end() -> None:
     config = ShardingConfig(GRID, {"w": {"tp": -1}})
-    assert config.axes_for("w", 3) == ((), (), (1,))
+    assert config.view_for("w", 3).axes == ((), (), (1,))
 
 
 def test_patterns_see_case_and_cross_dots() -> None:
     config = ShardingConfig(GRID, {"Layers.*weight": {"tp": 0}})
-    assert config.axes_for("Layers.0.mlp.weight", 1) == ((1,),)
-    assert config.axes_for("layers.0.mlp.weight", 1) == ((),)
+    assert config.view_for("Layers.0.mlp.weight", 1).axes == ((1,),)
+    assert config.view_for("layers.0.mlp.weight", 1).axes == ((),)
 
 
 def test_a_tensor_without_dimensions_is_never_cut() -> None:
-    assert ShardingConfig(GRID, {"*": {"tp": 0}}).axes_for("num_batches_tracked", 0) == ()
+    assert ShardingConfig(GRID, {"*": {"tp": 0}}).view_for("num_batches_tracked", 0).axes == ()
 
 
 def test_the_default_is_for_what_no_rule_matches_and_that_has_the_dimension() -> None:
     config = ShardingConfig(GRID, {"norm.*": {}}, default={"dp": 1, "tp": 0})
-    assert config.axes_for("w", 2) == ((1,), (0,))
-    assert config.axes_for("w", 1) == ((1,),)
-    assert config.axes_for("norm.weight", 1) == ((),)
+    assert config.view_for("w", 2).axes == ((1,), (0,))
+    assert config.view_for("w", 1).axes == ((1,),)
+    assert config.view_for("norm.weight", 1).axes == ((),)
 
 
 def test_rules_that_match_and_differ_are_an_error() -> None:
     config = ShardingConfig(GRID, {"*.weight": {"tp": 0}, "wq.*": {"tp": 1}})
     with pytest.raises(ValueError, match=r"wq\.weight: the rules \['\*\.weight', 'wq\.\*'\] match"):
-        config.axes_for("wq.weight", 2)
-    assert config.axes_for("wk.weight", 2) == ((1,), ())
+        config.view_for("wq.weight", 2)
+    assert config.view_for("wk.weight", 2).axes == ((1,), ())
 
 
 def test_rules_that_say_the_same_in_other_words_agree() -> None:
     config = ShardingConfig(GRID, {"*.weight": {"tp": 0}, "wq.*": {"tp": -2}})
-    assert config.axes_for("wq.weight", 2) == ((1,), ())
+    assert config.view_for("wq.weight", 2).axes == ((1,), ())
 
 
 def test_a_rule_for_a_dimension_that_the_parameter_lacks_is_an_error() -> None:
@@ -75,15 +74,15 @@ def test_a_rule_for_a_dimension_that_the_parameter_lacks_is_an_error() -> None:
     with pytest.raises(
         ValueError, match="the rule 'w' for w cuts dimension 1 of a tensor that has 1"
     ):
-        config.axes_for("w", 1)
+        config.view_for("w", 1)
 
 
 def test_a_rule_holds_for_what_is_stored_under_the_parameter_in_the_same_shape() -> None:
     config = ShardingConfig(GRID, {"*.weight": {"tp": 1}})
     shapes = {"l.weight": (8, 4), "l": (3,)}
 
-    def axes_of(name: str, shape: Shape) -> Axes:
-        return find_axes(config, name, shape, find_parameter(name, shapes))
+    def axes_of(name: str, shape: Shape) -> tuple[tuple[int, ...], ...]:
+        return find_rule_view(config, name, shape, find_parameter(name, shapes)).axes
 
     assert axes_of("l.weight", (8, 4)) == ((), (1,))
     assert axes_of("state.l.weight.exp_avg", (8, 4)) == ((), (1,))
@@ -113,11 +112,11 @@ def test_ranks_are_row_major_in_the_mesh() -> None:
 
 
 def test_the_constructors_say_what_their_names_say() -> None:
-    assert not any(ShardingConfig.replicated(4).axes_for("w", 2))
-    assert ShardingConfig.even(4).axes_for("w", 2) == ((0,), ())
-    assert ShardingConfig.even(4).axes_for("w", 0) == ()
+    assert not any(ShardingConfig.replicated(4).view_for("w", 2).axes)
+    assert ShardingConfig.even(4).view_for("w", 2).axes == ((0,), ())
+    assert ShardingConfig.even(4).view_for("w", 0).axes == ()
     parallel = ShardingConfig.tensor_parallel(4, {"*.wq.weight": 0, "*.wo.weight": 1})
-    assert parallel.axes_for("l.wo.weight", 2) == ((), (0,))
+    assert parallel.view_for("l.wo.weight", 2).axes == ((), (0,))
     assert ShardingConfig.zero(4, 2) == ShardingConfig({"dp": 4}, zero_stage=2)
     flat = ShardingConfig.zero(4, 3, flat=True, shapes={"w": (2, 3)})
     assert (flat.flat, flat.shapes) == (True, {"w": (2, 3)})

@@ -29,18 +29,23 @@ from dist_ckpt.core.format.geometry import (
     check_tiling,
     row_major_strides,
 )
-from dist_ckpt.core.format.index.index import Component, Key, Node, TensorRecord
+from dist_ckpt.core.format.index.index import Component, Fusion, Key, Node, TensorRecord
 from dist_ckpt.core.planning.plan import Inventory, NameList
 from dist_ckpt.core.planning.tensor_views import (
     Flattened,
+    Fused,
     Mesh,
     MeshPlaced,
     Parts,
     RuleSharded,
     View,
     cell_holders,
+    chunked_view,
+    compute_cells,
     compute_layout,
+    fits_memory,
     mesh_positions,
+    piece_sizes,
     whole_layout,
 )
 from dist_ckpt.message_text import ranks_text
@@ -216,6 +221,21 @@ def merge_parameters(distinct: Sequence[DistinctInventory]) -> dict[str, bool]:
     return trainable
 
 
+def merge_fused(distinct: Sequence[DistinctInventory]) -> dict[str, Fusion]:
+    """Return the pieces of each tensor for which a rule names several."""
+    fused: dict[str, Fusion] = {}
+    for sent in distinct:
+        fusions = {
+            number: Fusion(view.dim, tuple(piece.size for piece in view.pieces))
+            for number, view in enumerate(sent.inventory.views)
+            if isinstance(view, RuleSharded) and len(view.pieces) > 1
+        }
+        for entry in sent.inventory.tensors if fusions else ():
+            if (fusion := fusions.get(entry.view)) is not None:
+                fused[entry.fqn] = fusion
+    return fused
+
+
 def merge_components(distinct: Sequence[DistinctInventory]) -> tuple[Component, ...]:
     """Return the components that have tensors, in order, with the stems of their files."""
     inventories = [sent.inventory for sent in distinct]
@@ -293,7 +313,7 @@ def merge_views(rank_views: Sequence[RankView]) -> tuple[Shape, Layout]:
         )
     layouts = [
         _drop_absent_ranks(compute_layout(view, shape), view.mesh, ranks)
-        if isinstance(view, MeshPlaced | Flattened)
+        if isinstance(view, MeshPlaced | Flattened | Fused)
         else whole_layout(shape, ranks)
         for view, ranks in views.items()
         if not isinstance(view, Parts)
@@ -448,6 +468,9 @@ def _merge_rule_sharded(view: RuleSharded, rank_views: Sequence[RankView]) -> tu
         raise ValueError(f"{ranks_text(ranks_outside)} is outside the ShardingConfig's mesh")
     starts, positions, shape = [], [], []
     for dim, axes in enumerate(view.axes):
+        if view.pieces and dim == view.dim:
+            shape.append(sum(piece.size for piece in view.pieces))
+            continue
         offsets = mesh_positions(axes, mesh.shape, strides)
         sizes = _merge_sizes(dim, offsets, shapes, [(axis, strides[axis]) for axis in axes], view)
         ends = list(accumulate(sizes, initial=0))
@@ -457,11 +480,37 @@ def _merge_rule_sharded(view: RuleSharded, rank_views: Sequence[RankView]) -> tu
         shape.append(ends[-1])
     if 0 in shape:
         return tuple(shape), whole_layout(tuple(shape), shapes)
+    if view.pieces:
+        fused = _check_fused(view, tuple(shape), shapes)
+        layout = compute_layout(fused, tuple(shape))
+        return tuple(shape), _drop_absent_ranks(layout, mesh, list(shapes))
     cut = Grid(tuple((*start, size) for start, size in zip(starts, shape, strict=True)))
     used = {axis for axes in view.axes for axis in axes}
     free = [axis for axis in range(len(mesh.shape)) if axis not in used]
     holders = cell_holders(mesh.ranks, positions, mesh_positions(free, mesh.shape, strides))
     return tuple(shape), _drop_absent_ranks(Layout(cut, holders), mesh, list(shapes))
+
+
+def _check_fused(view: RuleSharded, shape: Shape, shapes: Mapping[int, Shape]) -> Fused:
+    """Return the view of a fused tensor. Raises ValueError if a rank has a part of another shape.
+
+    The local shape does not say where a piece ends, so the pieces must explain it exactly.
+    """
+    fused = chunked_view(view, shape)
+    assert isinstance(fused, Fused)
+    wrong = [
+        rank
+        for rank, local in shapes.items()
+        if not fits_memory(compute_cells(fused, rank, shape), view.dim, local)
+    ]
+    if wrong:
+        sizes = [piece.size for piece in view.pieces]
+        raise ValueError(
+            f"local shape {shapes[wrong[0]]} on {ranks_text(wrong)}, but of the pieces {sizes} "
+            f"along dimension {view.dim} this rank has {[*piece_sizes(view, wrong[0])]}: give the "
+            "rule the global sizes of the pieces. Each is cut as by torch.chunk"
+        )
+    return fused
 
 
 def _merge_sizes(

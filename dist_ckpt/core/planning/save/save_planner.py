@@ -97,6 +97,7 @@ def plan_save(
         values={fqn: ranks[0] for fqn, ranks in values.items()},
         per_rank={fqn: tuple((key, ranks[0]) for key, ranks in keys[fqn]) for fqn in keys},
         parameters={fqn: trained[fqn] for fqn in records if fqn in trained} if trained else {},
+        fused=inventories.merge_fused(distinct),
     )
     split = {fqn: t.layout for fqn, t in tensors.items() if stored[fqn][0] is not t.layout}
     names = inventories.merge_name_lists(distinct)

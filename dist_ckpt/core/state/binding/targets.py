@@ -20,7 +20,13 @@ from dist_ckpt.core.format.geometry import Cell, Region, Shape
 from dist_ckpt.core.format.index.index import TensorRecord
 from dist_ckpt.core.planning.name_selection import Selection
 from dist_ckpt.core.planning.plan import TensorRequest
-from dist_ckpt.core.planning.tensor_views import Flattened, RuleSharded, Whole, compute_cells
+from dist_ckpt.core.planning.tensor_views import (
+    Flattened,
+    RuleSharded,
+    Whole,
+    compute_cells,
+    find_pieces_problem,
+)
 from dist_ckpt.core.shard_io.memory.cell_memory import Target
 from dist_ckpt.core.shard_io.memory.torch_tensor import (
     CastTarget,
@@ -33,6 +39,7 @@ from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree
 from dist_ckpt.core.state.binding.template import Template
 from dist_ckpt.core.state.fsdp1.fsdp1_modules import ParameterPart
 from dist_ckpt.core.state.sharding_rules import target_cells
+from dist_ckpt.core.state.tensors.dtensors import split_boxes
 from dist_ckpt.core.state.tensors.local_tensors import as_numpy, is_array, is_ordinary, torch_dtype
 from dist_ckpt.core.state.tensors.locate_tensor import (
     LocalTensor,
@@ -344,9 +351,12 @@ class FillTargets:
             tensor.value = tensor.make()
         targets: dict[tuple[str, int], Target] = {}
         all_parts = [
-            self._describe(fill.parts.value, fill.name).parts
-            if isinstance(fill.parts, NewTensor)
-            else fill.parts
+            _split_fused(
+                self._describe(fill.parts.value, fill.name).parts
+                if isinstance(fill.parts, NewTensor)
+                else fill.parts,
+                fill.cells,
+            )
             for fill in self._fills
         ]
         shared = find_aliased_tensors(all_parts)
@@ -418,11 +428,18 @@ class FillTargets:
 
     def _mismatch_text(self, name: str, local: LocalTensor, leaf: TensorLeaf) -> str:
         shape = f"{self._saved_tensor(name)[1].shape}{self._saved.source_text(name)}"
-        if self._find_rule_view(name, local, leaf) is None:
+        view, saved = self._find_rule_view(name, local, leaf), self._saved_tensor(name)[1].shape
+        if view is None:
             return (
                 f"{name}: saved with shape {shape}, the state has {local.shape}: create the model "
                 "as it was saved, or exclude the name"
             )
+        if (
+            isinstance(view, RuleSharded)
+            and len(saved) == len(local.shape)
+            and (problem := find_pieces_problem(view, saved))
+        ):
+            return f"{name}: saved with shape {shape}: {problem}"
         return (
             f"{name}: saved with shape {shape}. By the ShardingConfig this rank has another part "
             f"of it than the {local.shape} in the state: change the rule or the shape"
@@ -484,3 +501,10 @@ class FillTargets:
 
 def _new(like: torch.Tensor, shape: Shape, dtype: str) -> torch.Tensor:
     return like.new_empty(shape, dtype=torch_dtype(dtype))
+
+
+def _split_fused(
+    parts: tuple[torch.Tensor, ...], cells: tuple[Cell, ...]
+) -> tuple[torch.Tensor, ...]:
+    """Return the memory of each cell. A local tensor of several pieces is one part."""
+    return tuple(split_boxes(parts[0], cells)) if len(parts) < len(cells) else parts

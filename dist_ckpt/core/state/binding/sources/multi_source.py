@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 from dist_ckpt.core.format.geometry import Layout
-from dist_ckpt.core.format.index.index import Catalog, Key, TensorRecord
+from dist_ckpt.core.format.index.index import Catalog, Fusion, Key, TensorRecord
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.name_selection import names_above
 from dist_ckpt.core.state.binding.sources.saved_tree import (
@@ -279,6 +279,7 @@ def _merge_catalogs(origins: Sequence[SourceCatalog]) -> Catalog:
     values: dict[str, int] = {}
     per_rank: dict[str, tuple[tuple[Key, int], ...]] = {}
     parameters: dict[str, bool] = {}
+    fused: dict[str, Fusion] = {}
     for number, origin in enumerate(origins):
         catalog, records = origin.catalog, dict[int, TensorRecord]()
         for fqn, record in catalog.tensors.items():
@@ -289,6 +290,7 @@ def _merge_catalogs(origins: Sequence[SourceCatalog]) -> Catalog:
         here = partial(with_source, number)
         aliases |= {here(alias): here(fqn) for alias, fqn in catalog.aliases.items()}
         parameters |= {here(fqn): is_trained for fqn, is_trained in catalog.parameters.items()}
+        fused |= {here(fqn): fusion for fqn, fusion in catalog.fused.items()}
         values |= {here(fqn): rank * len(origins) + number for fqn, rank in catalog.values.items()}
         for fqn, keys in catalog.per_rank.items():
             numbers = ((key, rank * len(origins) + number) for key, rank in keys)
@@ -301,6 +303,7 @@ def _merge_catalogs(origins: Sequence[SourceCatalog]) -> Catalog:
         values=values,
         per_rank=per_rank,
         parameters=parameters,
+        fused=fused,
     )
 
 
