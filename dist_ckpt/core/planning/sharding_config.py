@@ -26,7 +26,7 @@ from dist_ckpt.core.planning.plan import Inventory, SavePlan, TensorEntry
 from dist_ckpt.core.planning.save.balance import assign_evenly
 from dist_ckpt.core.planning.save.save_planner import plan_save
 from dist_ckpt.core.planning.sharding_rule import (
-    Rule,
+    RuleMapping,
     ShardingRule,
     check_numbers,
     parse_axes,
@@ -77,7 +77,7 @@ class ShardingConfig:
     """
 
     mesh: Mapping[str, int]
-    rules: Mapping[str, Rule] = field(default_factory=dict)
+    rules: Mapping[str, RuleMapping] = field(default_factory=dict)
     default: Mapping[str, int] = field(default_factory=dict)
     zero_stage: int = field(default=0, kw_only=True)
     flat: bool = field(default=False, kw_only=True)

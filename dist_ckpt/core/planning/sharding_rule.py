@@ -16,7 +16,7 @@ PieceSize = int | Mapping[str, int | Sequence[str]]
 Pieces = Sequence[PieceSize]
 
 # {mesh axis: dimension}, and "pieces" for a fused tensor.
-Rule = Mapping[str, int | Pieces | Mapping[str, Pieces]]
+RuleMapping = Mapping[str, int | Pieces | Mapping[str, Pieces]]
 
 _PIECES = "pieces"
 
