@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from math import prod
-from operator import index as as_int
-from types import EllipsisType
-from typing import SupportsIndex
+from typing import TYPE_CHECKING
 
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.checkpoint.opener import NATIVE, Opener
@@ -32,12 +30,20 @@ from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.format.objects.plain_types import ArrayValue, Placeholder
 from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.core.planning.plan import TensorRequest
-from dist_ckpt.core.shard_io.memory.host_array import Array
+from dist_ckpt.core.shard_io.memory.host_array import (
+    Array,
+    BasicIndex,
+    element_indices,
+    select_elements,
+)
 from dist_ckpt.core.state.tree.containers import RECORD, child_name, find_enclosing_subclass
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import CorruptError, IncompatibleError
 from dist_ckpt.message_text import listed
 from dist_ckpt.settings import Settings
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # How many shard files stay open between reads: enough for the shards of a tensor on one host.
 MAX_OPEN_FILES = 64
@@ -277,7 +283,7 @@ class StoredTensor:
     """One tensor of a checkpoint: index it to read a part. `shape` is the global shape.
 
     `tensor[2:5, ..., 0]` reads the blocks of these elements and returns an `Array`. An index has
-    integers, slices without a step, and `...`, as in numpy.
+    integers, slices without a step, `...` and None, as in numpy. `numpy.asarray` reads all of it.
     """
 
     checkpoint: Checkpoint
@@ -287,9 +293,22 @@ class StoredTensor:
     nbytes: int
 
     def __getitem__(self, index: BasicIndex | tuple[BasicIndex, ...]) -> Array:
-        region, shape = select(index, self.shape)
+        region, shape = select_elements(index, self.shape)
         read = self.checkpoint.read(self.fqn, region)
         return Array(read.dtype, shape, read.data)
+
+    def __len__(self) -> int:
+        return len(element_indices(self.shape))
+
+    def __iter__(self) -> Iterator[Array]:
+        return (self[i] for i in element_indices(self.shape))
+
+    def __array__(
+        self,
+        dtype: np.dtype | None = None,
+        copy: bool | None = None,  # noqa: FBT001 - numpy's
+    ) -> np.ndarray:
+        return self[...].__array__(dtype, copy)
 
     def __repr__(self) -> str:
         return f"StoredTensor({self.fqn!r}, {self.dtype}, {self.shape})"
@@ -300,49 +319,6 @@ def _to_array(value: Placeholder) -> object:
     if isinstance(value, ArrayValue):
         return Array(value.dtype, value.shape, memoryview(value.data))
     return value
-
-
-# --- indices ---------------------------------------------------------------------------------
-
-# An index of one dimension. An index of several dimensions is a tuple of these.
-BasicIndex = SupportsIndex | slice | EllipsisType
-
-
-def select(index: BasicIndex | tuple[BasicIndex, ...], shape: Shape) -> tuple[Region, Shape]:
-    """Return the region that an index selects, and the shape of the result.
-
-    IndexError as in numpy. ValueError if the index is not a basic index with step 1.
-    """
-    entries = index if isinstance(index, tuple) else (index,)
-    if (num_dots := sum(entry is Ellipsis for entry in entries)) > 1:
-        raise ValueError("an index can have one `...` only")
-    if (num_dims := len(entries) - num_dots) > len(shape):
-        raise IndexError(f"{num_dims} indices for a tensor of {len(shape)} dimensions")
-    rest = (slice(None),) * (len(shape) - num_dims)
-    at = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
-    offset, extent, result = [], [], []
-    for dim, entry in enumerate((*entries[:at], *rest, *entries[at + 1 :])):
-        bounds = _bounds(entry, shape[dim], dim)
-        offset.append(bounds.start)
-        extent.append(len(bounds))
-        if isinstance(entry, slice):
-            result.append(len(bounds))
-    return Region(tuple(offset), tuple(extent)), tuple(result)
-
-
-def _bounds(entry: BasicIndex, size: int, dim: int) -> range:
-    """Return the range of one entry of an index in its dimension."""
-    if isinstance(entry, slice):
-        start, stop, step = entry.indices(size)
-        if step != 1:
-            raise ValueError(f"a step of {step}: read the range and pick from it")
-        return range(start, stop)
-    if isinstance(entry, bool) or not isinstance(entry, SupportsIndex):
-        raise ValueError(f"{entry!r} is not an index here: use integers, slices and `...`")
-    number = as_int(entry)
-    if not -size <= number < size:
-        raise IndexError(f"index {number} is out of bounds for dimension {dim} of size {size}")
-    return range(number % size, number % size + 1)
 
 
 @dataclass(frozen=True, slots=True)

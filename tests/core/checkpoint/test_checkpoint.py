@@ -15,12 +15,14 @@ from threading import Lock
 from time import sleep
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dist_ckpt.core.checkpoint import checkpoint
-from dist_ckpt.core.checkpoint.checkpoint import Checkpoint, select
+from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 from dist_ckpt.core.commit.commit_protocol import claim
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.geometry import Flat, Layout, Region, Shape, row_major_strides
@@ -28,7 +30,7 @@ from dist_ckpt.core.format.index.index import Index
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.format.objects.plain_types import ArrayValue, DTypeValue
 from dist_ckpt.core.runtime.threads import IDLE_S
-from dist_ckpt.core.shard_io.memory.host_array import Array
+from dist_ckpt.core.shard_io.memory.host_array import Array, select_elements
 from dist_ckpt.core.storage import ReadableFile
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CorruptError, NotFoundError
@@ -115,6 +117,22 @@ def test_a_slice_is_what_plain_python_picks(data: st.DataObject, name: str) -> N
     assert (got.dtype, got.shape, bytes(got.data)) == (saved.dtype, *expected(saved, index))
 
 
+def test_a_slice_is_indexed_further_like_an_array() -> None:
+    stored = CHECKPOINT["model.whole"]
+    array = stored[...].numpy()
+    assert np.asarray(stored).tobytes() == array.tobytes(), "not an array without dimensions"
+    assert np.array(stored, dtype="float64").tobytes() == array.astype("float64").tobytes()
+    assert stored[1:4][1].data == array[1:4][1].tobytes()
+    assert stored[0, :, None][2:].data == array[0, :, None][2:].tobytes()
+    assert (len(stored), len(stored[1:4])) == (6, 3)
+    assert [row.data for row in stored] == [row.tobytes() for row in array]
+    assert float(stored[0, 0, 0]) == array[0, 0, 0].item()
+    for scalar in (CHECKPOINT["model.scalar"], CHECKPOINT["model.scalar"][...]):
+        for use in (len, list):
+            with pytest.raises(TypeError, match="without dimensions has no length"):
+                use(scalar)
+
+
 def test_a_slice_without_parentheses_and_all_of_a_tensor() -> None:
     saved = SAVED["model.rows"]
     ck = CHECKPOINT
@@ -133,17 +151,21 @@ def test_a_slice_without_parentheses_and_all_of_a_tensor() -> None:
         (slice(0, 4, 2), ValueError, "a step of 2"),
         (slice(None, None, -1), ValueError, "a step of -1"),
         ((..., ...), ValueError, "one `...` only"),
-        ([0, 1], ValueError, r"\[0, 1\] is not an index here"),
-        (None, ValueError, "None is not an index here"),
-        (True, ValueError, "True is not an index here"),
-        (1.0, ValueError, "1.0 is not an index here"),
+        ([0, 1], ValueError, r"None here, not list: for lists and masks, read the range, then ind"),
+        (np.array([1]), ValueError, "not ndarray: for lists"),
+        (torch.tensor([1]), ValueError, "not Tensor: for lists"),
+        (np.ones(6, bool), ValueError, "not ndarray: for lists"),
+        (True, ValueError, "not bool: for lists"),
+        (np.True_, ValueError, "not bool: for lists"),
+        (torch.tensor(True), ValueError, "not Tensor: for lists"),
+        (1.0, ValueError, "not float: for lists"),
     ],
 )
 def test_what_is_no_basic_index_is_refused(
     index: object, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        select(index, SHAPE)  # type: ignore[arg-type]
+        select_elements(index, SHAPE)  # type: ignore[arg-type]
 
 
 def test_anything_that_python_takes_as_an_index_is_one() -> None:
@@ -151,7 +173,7 @@ def test_anything_that_python_takes_as_an_index_is_one() -> None:
         def __index__(self) -> int:
             return 3
 
-    assert select(Three(), SHAPE) == (Region((3, 0, 0), (1, 5, 4)), (5, 4))
+    assert select_elements(Three(), SHAPE) == (Region((3, 0, 0), (1, 5, 4)), (5, 4))
 
 
 def test_only_the_blocks_of_a_slice_are_read() -> None:

@@ -175,3 +175,28 @@ def test_both_orders_of_a_large_transposed_copy_agree():
         target = ArrayTarget(memoryview(held), 4)
         target.place(RegionPiece(region, 0), region, view[4:], row_major_strides(shape))
         assert held == items.reshape(shape)[:, 1:3].tobytes()
+
+
+@given(st.data(), SHAPES, st.sampled_from(["int8", "int16", "float32", "int64", "complex128"]))
+def test_an_index_is_that_of_numpy(data, shape, dtype):
+    array = np.arange(prod(shape)).astype(dtype).reshape(shape)
+    ours = Array(dtype, shape, memoryview(array.tobytes()))
+    parts = []
+    for size in shape:
+        start = data.draw(st.integers(-size, size - 1))
+        stop = data.draw(st.integers(-size - 1, size + 1))
+        parts += data.draw(st.sampled_from([[start], [slice(start, stop)], [None, start]]))
+    index = tuple(parts[: data.draw(st.integers(0, len(parts)))])
+    index += data.draw(st.sampled_from([(), (...,)]))
+    assert ours[index].shape == array[index].shape
+    assert ours[index].tolist() == array[index].tolist()
+
+
+def test_an_array_of_one_element_is_a_number():
+    three = Array("int16", (1, 1), memoryview(b"\x03\0"))
+    assert (three.item(), float(three), bool(three), bool(three[0, 0])) == (3, 3.0, True, True)
+    assert not Array("bool", (), memoryview(b"\0"))
+    for size in (0, 2):
+        for use in (bool, float, Array.item):
+            with pytest.raises(ValueError, match="is not one number: index it, or use"):
+                use(Array("int8", (size,), memoryview(bytes(size))))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from math import prod
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from operator import index as as_int
+from types import EllipsisType, ModuleType
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex
 
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Region, RegionPiece, Shape, row_major_strides
@@ -41,7 +43,9 @@ _NUMPY = frozenset(_STRUCT) | {"complex128", "complex64"}
 class Array:
     """A tensor as row-major, little-endian bytes. `numpy` and `torch` share them if writable.
 
-    Arrays are equal if their dtypes, shapes and bytes are equal.
+    Arrays are equal if their dtypes, shapes and bytes are equal. `array[2:5, ..., 0]` is a copy of
+    these elements. An index has integers, slices without a step, `...` and None, as in numpy; for
+    others, index the result of `numpy` or `torch`.
     """
 
     dtype: str
@@ -84,6 +88,34 @@ class Array:
         memory = bytearray(self.data) if self.data.readonly else self.data
         flat = torch.frombuffer(memory, dtype=torch.uint8)
         return flat.view(dtype).view(self.shape)  # type: ignore[no-any-return]
+
+    def __getitem__(self, index: BasicIndex | tuple[BasicIndex, ...]) -> Array:
+        region, shape = select_elements(index, self.shape)
+        itemsize = DTYPES[self.dtype].itemsize
+        data = memoryview(bytearray(region.numel * itemsize))
+        strides = row_major_strides(self.shape)
+        start = sum(o * s for o, s in zip(region.offset, strides, strict=True)) * itemsize
+        piece = RegionPiece(region, 0)
+        ArrayTarget(data, itemsize).place(piece, region, self.data[start:], strides)
+        return Array(self.dtype, shape, data)
+
+    def __len__(self) -> int:
+        return len(element_indices(self.shape))
+
+    def __iter__(self) -> Iterator[Array]:
+        return (self[i] for i in element_indices(self.shape))
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __float__(self) -> float:
+        return float(self.item())  # type: ignore[arg-type]  # complex numbers raise TypeError
+
+    def item(self) -> object:
+        """Return the one element as a Python number. ValueError for another number of them."""
+        if prod(self.shape) != 1:
+            raise ValueError(f"{self!r} is not one number: index it, or use `.numpy()`")
+        return self._values()[0]
 
     def tolist(self) -> object:
         """Return nested lists of Python numbers, or one number for a tensor without dimensions."""
@@ -156,6 +188,75 @@ class ArrayTarget:
         )
         for t, s in _iter_offsets(dims, start * factor, 0):
             target_words[t : t + t_reach : t_step] = source_words[s : s + s_reach : s_step]
+
+
+# --- indices ---------------------------------------------------------------------------------
+
+# An index of one dimension. An index of several dimensions is a tuple of these.
+BasicIndex = SupportsIndex | slice | EllipsisType | None
+
+
+def select_elements(
+    index: BasicIndex | tuple[BasicIndex, ...], shape: Shape
+) -> tuple[Region, Shape]:
+    """Return the region that an index selects, and the shape of the result.
+
+    IndexError as in numpy. ValueError if the index is not a basic index with step 1.
+    """
+    entries = index if isinstance(index, tuple) else (index,)
+    if (num_dots := sum(entry is Ellipsis for entry in entries)) > 1:
+        raise ValueError("an index can have one `...` only")
+    num_dims = len(entries) - num_dots - sum(entry is None for entry in entries)
+    if num_dims > len(shape):
+        raise IndexError(f"{num_dims} indices for a tensor of {len(shape)} dimensions")
+    rest = (slice(None),) * (len(shape) - num_dims)
+    at = next((i for i, entry in enumerate(entries) if entry is Ellipsis), len(entries))
+    offset: list[int] = []
+    extent: list[int] = []
+    result: list[int] = []
+    for entry in (*entries[:at], *rest, *entries[at + 1 :]):
+        if entry is None:
+            result.append(1)
+            continue
+        bounds = _bounds(entry, shape[len(offset)], len(offset))
+        offset.append(bounds.start)
+        extent.append(len(bounds))
+        if isinstance(entry, slice):
+            result.append(len(bounds))
+    return Region(tuple(offset), tuple(extent)), tuple(result)
+
+
+def _bounds(entry: BasicIndex, size: int, dim: int) -> range:
+    """Return the range of one entry of an index in its dimension."""
+    if isinstance(entry, slice):
+        start, stop, step = entry.indices(size)
+        if step != 1:
+            raise ValueError(f"a step of {step}: read the range, then index its `.numpy()`")
+        return range(start, stop)
+    number = _whole_number(entry)
+    if not -size <= number < size:
+        raise IndexError(f"index {number} is out of bounds for dimension {dim} of size {size}")
+    return range(number % size, number % size + 1)
+
+
+def _whole_number(entry: object) -> int:
+    """Return an integer of an index. ValueError for others: lists, masks, arrays, bools."""
+    # An array of one element has `__index__`, and numpy takes it for a list of indices.
+    is_scalar = isinstance(entry, SupportsIndex) and not getattr(entry, "shape", ())
+    if is_scalar and "bool" not in (type(entry).__name__ + str(getattr(entry, "dtype", ""))):
+        with suppress(TypeError):
+            return as_int(entry)  # type: ignore[arg-type]
+    raise ValueError(
+        f"an index has integers, slices, `...` and None here, not {type(entry).__name__}: for "
+        f"lists and masks, read the range, then index its `.numpy()`"
+    )
+
+
+def element_indices(shape: Shape) -> range:
+    """Return the indices of the first dimension. TypeError if there is none, as in numpy."""
+    if not shape:
+        raise TypeError("a tensor without dimensions has no length: see `.item()` and `.torch()`")
+    return range(shape[0])
 
 
 # --- copying boxes ---------------------------------------------------------------------------
