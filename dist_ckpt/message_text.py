@@ -20,6 +20,21 @@ def listed(texts: Sequence[str], separator: str = ", ") -> str:
     return separator.join([*texts[:MAX_LISTED], *([f"and {more} more"] if more > 0 else [])])
 
 
+# A message has at most this many characters of names before its remedy.
+_MAX_BEFORE_REMEDY = 120
+
+
+def names_around_remedy(names: Sequence[str], text: str = "") -> tuple[str, str]:
+    """Return the names of a message for its start, and all of them for its end, after the remedy.
+
+    `text` lists them, by default `listed(names)`. If it is short, the second is "".
+    """
+    text = text or listed(names)
+    if len(text) <= _MAX_BEFORE_REMEDY or len(names) == 1:
+        return text, ""
+    return f"{names[0]} and {len(names) - 1} more", f". The names are: {text}"
+
+
 # Messages about one cause differ in paths, numbers and digests, and in the tensors of a file.
 _VARYING = re.compile(r"; it holds .*|\S*/\S*|[0-9a-f]{16,}|[0-9][0-9,]*")
 

@@ -58,7 +58,7 @@ def test_all_that_differs_is_told_with_the_source():
         names(first, second, catalog())
     text = str(caught.value)
     for told in (
-        "sources differ from the newest, /2: ",
+        "sources differ from the newest, /2. Average",
         "/0: m.a is float32 [3], in the newest float32 [2]",
         "/0: it lacks m.b",
         "/0: m.more does not exist in the newest",

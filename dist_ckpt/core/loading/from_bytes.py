@@ -19,7 +19,7 @@ from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import ReadableFile
 from dist_ckpt.core.storage.overlay_storage import BytesFile, ReadOnlyStorage
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.message_text import listed
+from dist_ckpt.message_text import names_around_remedy
 from dist_ckpt.reports import LoadReport
 
 # The path of the checkpoint in messages.
@@ -40,9 +40,10 @@ def from_bytes(data: Buffer | mmap) -> dict[Any, Any]:
     state: dict[Any, Any] = {}
     report = load_bytes(state, data)
     if report.dropped:
+        text, rest = names_around_remedy(report.dropped)
         raise IncompatibleError(
-            f"{listed(report.dropped)}: saved under a separate key: use load_bytes, with a "
-            "dist_ckpt.PerRank of that key in its place"
+            f"{text}: saved under a separate key: use load_bytes, with a "
+            f"dist_ckpt.PerRank of that key in its place{rest}"
         )
     return state
 

@@ -23,7 +23,7 @@ from dist_ckpt.core.saving.rank_save import encode_objects_files
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, ReaderOf, write_rank_files
 from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory
 from dist_ckpt.core.state.tree.containers import State
-from dist_ckpt.message_text import listed
+from dist_ckpt.message_text import names_around_remedy
 
 
 def to_bytes(state: State) -> bytes:
@@ -73,10 +73,12 @@ def _single_rank_inventory(inventory: Inventory) -> Inventory:
         if (cells[0].numel if len(cells) == 1 else 0) != prod(entry.shape):
             sharded.append(entry.fqn)
     if sharded:
+        text, rest = names_around_remedy(sharded)
         raise ValueError(
-            f"{listed(sharded)}: this rank has only a part of it, and the bytes of a state are one "
+            f"{text}: this rank has only a part of it, and the bytes of a state are one "
             "rank's whole state. Use dist_ckpt.save, or gather it first: a DTensor by "
             "full_tensor(), a model by torch.distributed.checkpoint.state_dict with full_state_dict"
+            f"{rest}"
         )
     return replace(
         inventory,

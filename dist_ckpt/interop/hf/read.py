@@ -27,7 +27,7 @@ from dist_ckpt.interop.readers.virtual_checkpoint import (
     build_virtual_checkpoint,
 )
 from dist_ckpt.interop.registry import HF_INDEX, open_file, read_bytes
-from dist_ckpt.message_text import listed
+from dist_ckpt.message_text import names_around_remedy
 
 MAX_HEADER_NBYTES = 100_000_000  # the limit of the safetensors library
 _MAX_INDEX_NBYTES = 256 << 20  # more than any index has
@@ -77,12 +77,12 @@ def read_folder(storage: Storage, folder: str) -> ForeignState:
             continue
         tensors += [tensor for tensor in in_file if names.get(tensor.fqn) == file]
     if missing_files:
-        raise NotFoundError(
-            f"{path} names files that do not exist: {listed(missing_files)}; fetch them"
-        )
+        text, rest = names_around_remedy(missing_files)
+        raise NotFoundError(f"{path} names files that do not exist: {text}; fetch them{rest}")
     if missing := sorted(names.keys() - {tensor.fqn for tensor in tensors}):
+        text, rest = names_around_remedy(missing)
         raise CorruptError(
-            f"{path} names tensors that their files lack: {listed(missing)}; fetch the files again"
+            f"{path} names tensors that their files lack: {text}; fetch the files again{rest}"
         )
     metadata = index.get("metadata")
     return _build_state(tensors, metadata if isinstance(metadata, dict) else {})

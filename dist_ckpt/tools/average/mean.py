@@ -25,7 +25,7 @@ from dist_ckpt.core.runtime.host_memory import BufferPool, allocate_scratch
 from dist_ckpt.core.shard_io.read.read_windows import Window, cut_into_windows, read_ahead
 from dist_ckpt.core.state.tree.containers import find_enclosing_subclass
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.message_text import listed
+from dist_ckpt.message_text import listed, names_around_remedy
 from dist_ckpt.tools.average.checkpoint_selection import AverageSource
 
 # --- choose the tensors, and check that all sources have them. Pure ----------------------------
@@ -67,8 +67,8 @@ def select_tensors(catalogs: Sequence[tuple[str, Catalog]], selection: Selection
     ]
     if problems:
         raise IncompatibleError(
-            f"sources differ from the newest, {path}: {listed(problems, '; ')}. Average "
-            f"checkpoints of one model, or choose tensors with include= and exclude="
+            f"sources differ from the newest, {path}. Average checkpoints of one model, or choose "
+            f"tensors with include= and exclude=: {listed(problems, '; ')}"
         )
     return frozenset(chosen)
 
@@ -111,11 +111,12 @@ def _check_selection(path: str, catalog: Catalog, chosen: set[str], selection: S
         if (whole := find_enclosing_subclass(name, catalog.values)) is not None
     }
     if wholes:
+        text, rest = names_around_remedy(sorted(wholes))
         raise ValueError(
-            f"{path}: {listed(sorted(wholes))} "
+            f"{path}: {text} "
             f"{'is a tensor' if len(wholes) == 1 else 'are tensors'} made of inner tensors, such "
             f"as quantized weights, and cannot be averaged: exclude={min(wholes)!r} copies the "
-            f"newest one. Or average before quantizing"
+            f"newest one. Or average before quantizing{rest}"
         )
     if not chosen:
         reason = "is chosen: give other patterns" if is_floating else "exists: nothing to average"

@@ -45,7 +45,7 @@ from dist_ckpt.core.state.tree.containers import child_name, is_mapping
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.storage_wrappers import CountingStorage
 from dist_ckpt.default_opener import OPENER
-from dist_ckpt.message_text import listed
+from dist_ckpt.message_text import listed, names_around_remedy
 from dist_ckpt.reports import CopyProgress, Phases, Progress, SaveReport
 from dist_ckpt.tools.new_files import WritePlan, paths_to_replace
 
@@ -293,8 +293,9 @@ def select_part(
     nothing = replace(catalog, tensors={}, aliases={}, values={}, per_rank={}, parameters={})
     part = select_carried_names(catalog, chosen, nothing, ())
     if tied := [f"{name} (of {data})" for name, data in part.tensors.items() if name != data]:
+        text, rest = names_around_remedy(tied)
         raise ValueError(
-            f"tied tensors would lose their data: {listed(tied)}: include both, or exclude both"
+            f"tied tensors would lose their data: {text}: include both, or exclude both{rest}"
         )
     values = {fqn: main.values[fqn] for fqn in part.values}
     root = next(node for node in main.tree if not node.fqn)

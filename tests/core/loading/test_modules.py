@@ -526,3 +526,24 @@ def test_a_list_that_is_one_model_on_one_rank_and_several_on_another_is_refused(
     save_on_threads(storage, stages_of(net(0)))
     with pytest.raises(dc.IncompatibleError, match=r"lacks 9 names: model\.1\.0\.weight.*rank 1"):
         load_on_threads(storage, states)
+
+
+def test_the_remedy_comes_before_a_long_list_of_names(tmp_path):
+    """A server loads the weights out of a whole checkpoint, and forgets `include`."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    dc.save({"model": model, "optim": optimizer}, tmp_path / "ck")
+    with pytest.raises(dc.IncompatibleError) as caught:
+        dc.load({"model": model}, tmp_path / "ck")
+    text = str(caught.value)
+    assert (
+        "does not have 13 names: optim.state.model.0.weight.step and 12 more, which the checkpoint"
+        in text
+    )
+    assert text.index("include=['model']") < text.index("optim.state.model.1.bias.step")
+    with pytest.raises(dc.IncompatibleError) as caught:
+        dc.load({"model": {f"a_long_name_of_a_tensor.{n}": 1 for n in range(9)}}, tmp_path / "ck")
+    text = str(caught.value)
+    assert text.index("`exclude` them") < text.index("model.a_long_name_of_a_tensor.8")

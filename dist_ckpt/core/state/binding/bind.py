@@ -59,7 +59,7 @@ from dist_ckpt.core.state.tree.state_tree import (
 from dist_ckpt.core.state.wrappers import RNG, PerRank
 from dist_ckpt.data import DataPosition, check_ranks
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.message_text import MAX_LISTED
+from dist_ckpt.message_text import MAX_LISTED, names_around_remedy
 
 __all__ = ["Binding", "Template", "bind", "build_saved_tree", "read_template", "unexpected_problem"]
 
@@ -134,9 +134,10 @@ class Binding:
         unrequested = () if is_renamed else self.unrequested
         rules, misnamed = suggest_rules(self.missing, unrequested, requested)
         if misnamed:
+            text, _ = _list_names([*misnamed])
             problem = (
-                f"the checkpoint has another prefix for {_list_names([*misnamed])}, as if the "
-                f"module was inside a wrapper or a list: load with rename={rules!r}"
+                f"the checkpoint has another prefix for {text}, as if the module was inside a "
+                f"wrapper or a list: load with rename={rules!r}"
             )
             self.problems += (problem,)
             self.unrequested = tuple(f for f in self.unrequested if f not in misnamed.values())
@@ -192,27 +193,34 @@ def _missing_problem(
         fact = f"{' and '.join(searched_paths)} lack{'s' * (len(searched_paths) == 1)}"
     them = "them" if len(names) > 1 else "it"
     remedy = f"remove {them} from the state or `exclude` {them} from the load"
-    text = _list_names(names)
+    text, rest = _list_names(names)
     if are_frozen:
         text += f", which require{'s' * (len(names) == 1)} no gradient"
         remedy += ", load with include_frozen=False if it was saved with that"
     if searched_paths == ():
         fact, remedy = "no source is given for", f"give {them} one, {remedy}"
-    return f"{fact} {text}: {remedy}, or load with strict=False"
+    return f"{fact} {text}: {remedy}, or load with strict=False{rest}"
 
 
 def unexpected_problem(names: Sequence[str], holder: str = "the checkpoint") -> str:
     """Return the error text for saved names that are not in the state of any rank."""
+    text, rest = _list_names(names)
     return (
-        f"the state does not have {_list_names(names)}, which {holder} holds: set None or "
+        f"the state does not have {text}, which {holder} holds: set None or "
         "{} there to load the saved value, select the names to load with `include` (such as "
-        "include=['model']), or load with strict=False"
+        f"include=['model']), or load with strict=False{rest}"
     )
 
 
-def _list_names(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> tuple[str, str]:
+    """Return the number of names and the names, in two parts as of `names_around_remedy`."""
+    text, rest = names_around_remedy(names, _group_names(names))
+    return f"{len(names)} names: " * (len(names) > 1) + text, rest
+
+
+def _group_names(names: Sequence[str]) -> str:
     if len(names) <= MAX_LISTED:
-        return f"{len(names)} names: " * (len(names) > 1) + ", ".join(names)
+        return ", ".join(names)
     groups: dict[str, list[str]] = {}
     for name in names:
         groups.setdefault(name.partition(".")[0], []).append(name)
@@ -221,7 +229,7 @@ def _list_names(names: Sequence[str]) -> str:
         for above, group in groups.items()
     ]
     more = f", and more in {len(texts) - MAX_LISTED} others" if len(texts) > MAX_LISTED else ""
-    return f"{len(names)} names: {', '.join(texts[:MAX_LISTED])}{more}"
+    return f"{', '.join(texts[:MAX_LISTED])}{more}"
 
 
 # --- one walk over a template: each leaf requests the saved value of its name ----------------

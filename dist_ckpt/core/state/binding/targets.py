@@ -51,7 +51,7 @@ from dist_ckpt.core.state.tensors.locate_tensor import (
 )
 from dist_ckpt.core.state.tree.state_tree import TensorLeaf
 from dist_ckpt.errors import CorruptError, IncompatibleError
-from dist_ckpt.message_text import listed
+from dist_ckpt.message_text import names_around_remedy
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -389,9 +389,11 @@ class FillTargets:
         self._alias_buffers.clear()
         synchronize(self._device_tensors)
         if lost := list(dict.fromkeys(name for name, cast in self._casts if cast.has_overflown)):
+            text, rest = names_around_remedy(lost)
             raise IncompatibleError(
-                f"{listed(lost)}: saved values are too large for the dtype in the state, which now "
+                f"{text}: saved values are too large for the dtype in the state, which now "
                 "has infinite values. Use a wider dtype (bfloat16 or float32) and load again"
+                f"{rest}"
             )
 
     def _make_target(self, fill: _Fill, part: torch.Tensor, cell: Cell) -> Target:
