@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from math import isnan
 from typing import TYPE_CHECKING
 
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint, open_at
 from dist_ckpt.core.checkpoint.verify_checkpoint import verify
-from dist_ckpt.core.commit.attempts import list_entries
 from dist_ckpt.core.commit.records import protection_protocol
 from dist_ckpt.core.commit.records.incarnations import read_history
 from dist_ckpt.core.commit.records.leases import LEASE_S
@@ -118,16 +117,51 @@ class Run:
 
         The checkpoint is committed, and neither orphaned nor known to be damaged, so the run may
         resume from it. The folder need not exist yet. The storage is read every `poll_s` seconds.
+        A prune may remove the checkpoint before you open it: `lease_newer` also protects it.
         """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            usable = self._list().usable if list_entries(self._storage, self._root) else ()
-            newest = usable[-1].step if usable else None
-            if newest is not None and (after is None or newest > after):
-                return newest
-            if (remaining_s := deadline - time.monotonic()) <= 0:
-                return None
-            time.sleep(min(poll_s, remaining_s))
+        for _ in _polls(timeout_s, poll_s):
+            for info in self._newest_above(after):
+                return info.step
+        return None
+
+    @contextmanager
+    def lease_newer(
+        self,
+        after: int | None = None,
+        *,
+        timeout_s: float = 3600.0,
+        poll_s: float = _POLL_S,
+        ttl_s: float = LEASE_S,
+    ) -> Iterator[Checkpoint | None]:
+        """Wait for a checkpoint above the step `after`, and lease it inside the `with`.
+
+        Return None after `timeout_s`, which may be `math.inf`. This is `wait_for_newer` and `lease`
+        in one: if the checkpoint is removed before it is leased, a newer one is selected. The
+        folder need not exist yet. StorageError if the folder cannot be written.
+        """
+        with ExitStack() as stack:
+            yield self._lease_newer(after, stack, _polls(timeout_s, poll_s), ttl_s)
+
+    def _lease_newer(
+        self, after: int | None, stack: ExitStack, polls: Iterable[None], ttl_s: float
+    ) -> Checkpoint | None:
+        for _ in polls:
+            with suppress(NotFoundError), ExitStack() as leases:  # it was removed just now
+                for info in lease_selected(
+                    self._storage, lambda: self._newest_above(after), leases, ttl_s=ttl_s
+                ):
+                    checkpoint = leases.enter_context(open_at(self._storage, info.path))
+                    stack.push(leases.pop_all())
+                    return checkpoint
+        return None
+
+    def _newest_above(self, after: int | None) -> Sequence[RunCheckpoint]:
+        """Return the newest checkpoint that a run may resume from, if its step is above `after`."""
+        try:
+            newest = self._list().usable[-1:]
+        except NotFoundError:  # the folder does not exist yet, or is removed
+            return ()
+        return [info for info in newest if after is None or (info.step or 0) > after]
 
     @contextmanager
     def lease(self, which: int | str, *, ttl_s: float = LEASE_S) -> Iterator[Checkpoint]:
@@ -231,6 +265,15 @@ def is_complete(info: RunCheckpoint) -> bool:
         return verify(info.path, level="quick", record=False).ok
     except CheckpointError:
         return False
+
+
+def _polls(timeout_s: float, poll_s: float) -> Iterator[None]:
+    """Yield at once, then every `poll_s` seconds, and a last time after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    yield
+    while (remaining_s := deadline - time.monotonic()) > 0:
+        time.sleep(min(poll_s, remaining_s))
+        yield
 
 
 def _text(value: object, name: str, least: int = 0) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from math import isnan
 
-from dist_ckpt.core.commit.attempts import list_entries
+from dist_ckpt.core.commit.attempts import NOTHING_YET, list_entries
 from dist_ckpt.core.commit.records.leases import LEASE_S, renewed_lease
 from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef
 from dist_ckpt.core.commit.records.record_store import can_lease
@@ -97,7 +97,7 @@ def select(listing: Listing, selector: str) -> RunCheckpoint:
         if tagged is not None:
             return tagged
         tags = sorted(tag for info in listing.checkpoints for tag in info.tags)
-        raise NotFoundError(
+        raise _nothing_yet_error(listing) or NotFoundError(
             f"{listing.root}: no checkpoint has the tag {name!r}; {_list_text('tags', tags)}"
             f"{_unreadable_text(listing)}"
         )
@@ -106,11 +106,27 @@ def select(listing: Listing, selector: str) -> RunCheckpoint:
 
 def _select_latest(listing: Listing) -> RunCheckpoint:
     if not listing.usable:
-        states = [f"{info.name} is {describe_exclusion(info)}" for info in listing.checkpoints]
-        why = states_text(states) if states else "it has no checkpoint"
-        raise NotFoundError(f"{listing.root}: no latest checkpoint: {why}. Check the path")
+        raise _nothing_yet_error(listing) or NotFoundError(
+            f"{listing.root}: no latest checkpoint: check the path, or select another checkpoint "
+            f"by its step or tag: {_states_of(listing)}"
+        )
     warn_of_unreadable(listing)
     return listing.usable[-1]
+
+
+def _nothing_yet_error(listing: Listing) -> NotFoundError | None:
+    """Return the error of a run whose first save is not committed yet; None if it has others."""
+    if any(info.state not in ("open", "abandoned") for info in listing.checkpoints):
+        return None
+    remedy = NOTHING_YET.format(listing.root) + (
+        "" if listing.newest_incarnation else "; or check the path, as no run is here"
+    )
+    states = f": {_states_of(listing)}" if listing.checkpoints else ""
+    return NotFoundError(f"{listing.root}: no checkpoint is saved yet. {remedy}{states}")
+
+
+def _states_of(listing: Listing) -> str:
+    return states_text([f"{i.name} is {describe_exclusion(i)}" for i in listing.checkpoints])
 
 
 def warn_of_unreadable(listing: Listing) -> None:
@@ -140,7 +156,7 @@ def measured(listing: Listing, name: str) -> list[RunCheckpoint]:
     ]
     if not checkpoints:
         names = {metric for info in listing.usable for metric in info.metrics}
-        raise NotFoundError(
+        raise _nothing_yet_error(listing) or NotFoundError(
             f"{listing.root}: no checkpoint has a value of the metric {name!r}; "
             f"{_list_text('metrics', sorted(names))}{_unreadable_text(listing)}"
         )
@@ -156,7 +172,7 @@ def _select_step(listing: Listing, step: int) -> RunCheckpoint:
             if _step_in_name(info.name) == step and info.state != "committed":
                 raise _unreadable_error(listing, info)
         steps = sorted({info.where[0] for info in checkpoints if info.where})
-        raise NotFoundError(
+        raise _nothing_yet_error(listing) or NotFoundError(
             f"{listing.root}: no checkpoint of step {step}; {_list_text('steps', map(str, steps))}"
             f"{_unreadable_text(listing)}"
         )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ import pytest
 import dist_ckpt as dc
 from dist_ckpt.core.commit.records import protections
 from dist_ckpt.core.commit.records.incarnations import begin_incarnation
+from dist_ckpt.core.commit.records.leases import renewed_lease
+from dist_ckpt.core.commit.records.protection_protocol import CheckpointRef
 from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import ConflictError, NotFoundError
@@ -40,6 +44,78 @@ def test_a_step_above_another_is_waited_for(run: dc.Run, tmp_path: Path) -> None
     assert run.wait_for_newer(after=3, timeout_s=30.0, poll_s=0.01) == 7
     timer.join()
     assert dc.Run(tmp_path / "later").wait_for_newer(timeout_s=0.0) is None
+
+
+@pytest.fixture
+def prune_before_leases(run: dc.Run, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Commit these steps and remove all older ones, one before each lease that is taken."""
+    steps = [*range(4, 24)]  # more than the tries of one selection
+
+    def prune_and_lease(subject: CheckpointRef, ttl_s: float) -> AbstractContextManager[None]:
+        if steps:
+            committed(LocalStorage(), steps.pop(0), root=run.root)
+            run.prune(dc.keep.last(1))
+        return renewed_lease(subject, ttl_s)
+
+    monkeypatch.setattr("dist_ckpt.runs.selectors.renewed_lease", prune_and_lease)
+    return steps
+
+
+@pytest.mark.usefixtures("prune_before_leases")
+def test_a_newer_checkpoint_is_leased_though_older_ones_are_pruned(run: dc.Run) -> None:
+    with run.lease_newer(after=2, timeout_s=60, poll_s=0.001) as checkpoint:
+        assert checkpoint is not None
+        assert checkpoint.step == 23
+        assert len(found(run)[23].leases) == 1
+        with pytest.raises(ConflictError, match="leased by process"):
+            dc.delete(checkpoint.path)
+    assert found(run)[23].leases == ()
+
+
+@pytest.mark.usefixtures("prune_before_leases")
+def test_a_step_that_is_waited_for_and_then_leased_may_be_pruned_in_between(run: dc.Run) -> None:
+    step = run.wait_for_newer(after=2)
+    assert step == 3
+    with pytest.raises(NotFoundError, match="of step 3; the steps there are: 4"), run.lease(step):
+        pass
+
+
+def test_nothing_newer_is_leased_before_the_time_is_over(run: dc.Run, tmp_path: Path) -> None:
+    for after in (3, 4):
+        with run.lease_newer(after=after, timeout_s=0) as checkpoint:
+            assert checkpoint is None
+    with dc.Run(tmp_path / "later").lease_newer(timeout_s=0) as checkpoint:
+        assert checkpoint is None
+    with run.lease_newer(timeout_s=math.inf) as checkpoint:
+        assert checkpoint is not None
+        assert checkpoint.step == 3
+
+
+def test_a_lease_waits_for_a_run_that_begins_later(tmp_path: Path) -> None:
+    root = str(tmp_path / "later")
+    timer = threading.Timer(0.05, committed, (LocalStorage(), 7), {"root": root})
+    timer.start()
+    with dc.Run(root).lease_newer(timeout_s=30, poll_s=0.01) as checkpoint:
+        assert checkpoint is not None
+        assert checkpoint.step == 7
+    timer.join()
+
+
+def test_a_run_that_is_removed_while_it_is_served_has_nothing_newer(run: dc.Run) -> None:
+    with run.lease_newer() as checkpoint:
+        assert checkpoint is not None
+        shutil.rmtree(run.root)
+        with pytest.raises(NotFoundError, match="was replaced or deleted while it was read"):
+            checkpoint[next(iter(checkpoint))][...]
+    with run.lease_newer(after=3, timeout_s=0) as checkpoint:
+        assert checkpoint is None
+    assert run.wait_for_newer(after=3, timeout_s=0) is None
+
+
+def test_an_error_in_the_body_ends_the_lease_and_is_raised(run: dc.Run) -> None:
+    with pytest.raises(NotFoundError, match=r"^of the body$"), run.lease_newer():
+        raise NotFoundError("of the body")
+    assert found(run)[3].leases == ()
 
 
 def test_what_is_held_cannot_be_removed_until_the_end(run: dc.Run) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dist_ckpt.core.commit.attempts import list_attempts
+from dist_ckpt.core.commit.attempts import find_checkpoint, list_attempts
 from dist_ckpt.core.commit.records.incarnations import begin_incarnation
+from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.strict_json import Scalar
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
@@ -74,12 +75,27 @@ def test_what_is_not_found_is_told_with_what_there_is(storage, selector, error, 
     assert told in str(caught.value)
 
 
-def test_an_empty_run_has_no_latest() -> None:
+@pytest.mark.parametrize("selector", ["latest", "5", "min:loss", "tag:best"])
+def test_a_run_without_a_save_says_how_to_wait_for_it(selector: str) -> None:
     storage = MemoryStorage({ROOT: None})
-    with pytest.raises(NotFoundError, match="no latest checkpoint: it has no checkpoint"):
-        chosen(storage, "latest")
-    with pytest.raises(NotFoundError, match="there are no metrics"):
-        chosen(storage, "min:loss")
+    how = (
+        r"/runs: no checkpoint is saved yet. Wait for its first save with dc.Run\('/runs'\).lease_"
+    )
+    with pytest.raises(NotFoundError, match=rf"{how}newer\(\); or check the path, as no run is h"):
+        chosen(storage, selector)
+    begin_incarnation(storage, ROOT, restored=None, why="", by="")
+    with pytest.raises(NotFoundError, match=rf"{how}newer\(\)$"):
+        chosen(storage, selector)
+    with pytest.raises(NotFoundError, match=r"here: its run has saved nothing yet\. Wait for it"):
+        find_checkpoint(storage, ROOT)
+    storage.make_folder(f"{ROOT}/step-8")
+    storage.make_folder(f"{ROOT}/step-8/{Attempt(1, '0123456789abcdef')}")
+    with pytest.raises(NotFoundError, match=rf"{how}newer\(\): step-8 is open$"):
+        chosen(storage, selector)
+
+
+def test_a_run_without_a_usable_step_has_no_latest() -> None:
+    storage = MemoryStorage({ROOT: None})
     committed(storage, None, name="final")
     with pytest.raises(NotFoundError, match="final is without a step"):
         chosen(storage, "latest")

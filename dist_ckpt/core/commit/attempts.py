@@ -17,6 +17,7 @@ from typing import Literal
 from dist_ckpt.core.format.filenames import (
     ANNOTATIONS,
     CLAIM,
+    INCARNATIONS,
     INDEX,
     OLD_ANNOTATIONS,
     RESERVED_NAMES,
@@ -46,6 +47,9 @@ MAX_TRIES = 16
 
 # How many entries of a folder without a checkpoint are examined for the error message.
 MAX_ATTEMPTS_READ = 16
+
+# The remedy for the folder of a run whose first save is not committed yet.
+NOTHING_YET = "Wait for its first save with dc.Run({!r}).lease_newer()"
 
 AttemptState = Literal["open", "committed", "abandoned", "damaged", "incompatible", "unreadable"]
 
@@ -274,11 +278,20 @@ def _contents_text(storage: Storage, path: str) -> str:
         return f"its attempts are {', '.join(texts)}. Use another checkpoint, or save again"
     if not entries:
         return "the folder is empty. Check the path"
-    below = [f"{path}/{entry.name}" for entry in entries[:MAX_ATTEMPTS_READ]]
-    if any(is_decided(storage, p, attempt) for p in below for attempt in list_attempts(storage, p)):
-        return f"it is the folder of a run. Name one of its checkpoints, such as {path}@latest"
+    if text := _run_text(storage, path, [entry.name for entry in entries]):
+        return text
     names = ", ".join(entry.name for entry in entries[:5]) + ", ..." * (len(entries) > 5)
     return f"the folder holds {names}. {_foreign_remedy({entry.name for entry in entries})}"
+
+
+def _run_text(storage: Storage, path: str, names: Sequence[str]) -> str:
+    """Return the remedy for the folder of a run; "" for other folders."""
+    below = [f"{path}/{name}" for name in names[:MAX_ATTEMPTS_READ]]
+    if any(is_decided(storage, p, attempt) for p in below for attempt in list_attempts(storage, p)):
+        return f"it is the folder of a run. Name one of its checkpoints, such as {path}@latest"
+    if {INCARNATIONS, ANNOTATIONS} & {*names}:
+        return f"its run has saved nothing yet. {NOTHING_YET.format(path)}"
+    return ""
 
 
 def _foreign_remedy(names: Set[str]) -> str:
