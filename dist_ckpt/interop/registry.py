@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import ModuleType
 
 from dist_ckpt.core.commit.attempts import parse_attempts
+from dist_ckpt.core.format import filenames
 from dist_ckpt.core.storage import ReadableFile, Storage, real_path
 from dist_ckpt.errors import (
     CheckpointError,
@@ -22,10 +23,12 @@ from dist_ckpt.errors import (
     NotFoundError,
     StorageError,
 )
+from dist_ckpt.message_text import listed
 
 SAFETENSORS = ".safetensors"
 HF_INDEX = "model.safetensors.index.json"
 HF_FILE = "model.safetensors"
+DIFFUSERS_PIPELINE = "model_index.json"
 DCP_METADATA = ".metadata"
 DCP_METADATA_OF_RANK = "__0.metadata"
 DEEPSPEED_LATEST = "latest"
@@ -40,6 +43,8 @@ MEGATRON_COMMON = "common.pt"
 # First bytes of a zip archive and of pickles: torch.save writes zip, old versions wrote pickles.
 _PICKLE_STARTS = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")
 
+
+_GGUF_START = b"GGUF"
 
 # The first bytes of a pointer, which Git LFS leaves in place of a large file.
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -87,8 +92,13 @@ def open_foreign(storage: Storage, path: str) -> Storage | None:
     """
     if (first_bytes := _first_bytes(storage, path)) is not None:
         _check_fetched(first_bytes, path)
-        if path.endswith(SAFETENSORS):
-            return _open_safetensors(storage, path, path)
+        if path.endswith((SAFETENSORS, ".json")) and (opened := _open_file(storage, path)):
+            return opened
+        if first_bytes.startswith(_GGUF_START):
+            raise IncompatibleError(
+                f"{path} is a GGUF file, which is not supported. Load it with transformers, "
+                f"from_pretrained(folder, gguf_file=...), and save_pretrained the model"
+            )
         if first_bytes.startswith(_PICKLE_STARTS):
             raise _import_error("lightning" if path.endswith(".ckpt") else "torch", path)
         return None
@@ -114,22 +124,44 @@ def _open_folder(storage: Storage, path: str, names: Collection[str]) -> Storage
     has_marker = any(n == DEEPSPEED_LATEST or n.endswith(DEEPSPEED_STATES) for n in names)
     if has_marker and reader_module("frameworks.read_deepspeed").is_folder(storage, path):
         raise _import_error("deepspeed", path)
-    if has(HF_INDEX):
-        return _open_safetensors(storage, path, None)
-    if has(HF_FILE):
-        return _open_safetensors(storage, path, f"{path}/{HF_FILE}")
+    # An attempt of dist_ckpt has such files too: the caller names the folder to pass.
+    if filenames.OBJECTS not in names and any(SAFETENSORS in name for name in names):
+        opened: Storage | None = reader_module("hf.read").open_folder(storage, path, names)
+        if opened is not None:
+            return opened
     if has(DCP_METADATA):
         raise IncompatibleError(
             f"{path} is {FORMATS['dcp'].name}: load it with dist_ckpt.interop.dcp.load, or "
             f"convert it with `dist-ckpt import --from dcp {path} TARGET`; both unpickle nothing"
         )
+    _refuse_folder(storage, path, names)
     return None
 
 
-def _open_safetensors(storage: Storage, path: str, file: str | None) -> Storage:
-    """Present a file as a checkpoint at `path`, or the folder there if `file` is None."""
-    opened: Storage = reader_module("hf.read").open_safetensors(storage, path, file)
-    return opened
+def _refuse_folder(storage: Storage, path: str, names: Collection[str]) -> None:
+    """Raise IncompatibleError for a folder with models that are in other files, or further down."""
+    if any(name.endswith((".bin", ".bin.index.json")) for name in names) and reader_module(
+        "readers.model_files"
+    ).find_model(names, ".bin", path):
+        raise _import_error("torch", path)
+    if DIFFUSERS_PIPELINE in names:
+        parts = [name for name in sorted(names) if is_file(storage, f"{path}/{name}/config.json")]
+        raise IncompatibleError(
+            f"{path} is a pipeline of diffusers, with several models: give the folder of one: "
+            f"{listed([f'{path}/{name}' for name in parts])}"
+        )
+
+
+def _open_file(storage: Storage, path: str) -> Storage | None:
+    """Present a safetensors file, or those that an index names, as a checkpoint at `path`."""
+    model_files = reader_module("readers.model_files")
+    name = path.rpartition("/")[2]
+    if path.endswith(SAFETENSORS) or model_files.is_index(name, SAFETENSORS):
+        opened: Storage = reader_module("hf.read").open_safetensors(storage, path)
+        return opened
+    if model_files.is_index(name, ".bin"):
+        raise _import_error("torch", path)
+    return None
 
 
 def _import_error(format_name: str, path: str) -> IncompatibleError:

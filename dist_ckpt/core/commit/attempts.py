@@ -301,8 +301,6 @@ def _foreign_remedy(names: Set[str]) -> str:
             "They are from Hugging Face: dc.open and dc.load read them, and `dist-ckpt import "
             "--from hf` converts them to a checkpoint"
         )
-    if any(name.endswith(".safetensors") for name in names):
-        return "Pass one of these files, or add model.safetensors.index.json"
     if any(name.endswith(".distcp") for name in names):
         return (
             "They are from torch.distributed.checkpoint, but .metadata is missing, which a save "

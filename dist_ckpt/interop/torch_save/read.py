@@ -16,8 +16,14 @@ from typing import Any
 
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.storage import ReadableFile, Storage
-from dist_ckpt.errors import CorruptError, IncompatibleError
+from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
 from dist_ckpt.interop.readers import restricted_pickle
+from dist_ckpt.interop.readers.model_files import (
+    MAX_INDEX_NBYTES,
+    find_model,
+    is_index,
+    parse_index,
+)
 from dist_ckpt.interop.readers.nested_state import ImportFilter, NestedState
 from dist_ckpt.interop.readers.restricted_pickle import PickleBudget, UnknownObject, unknown_error
 from dist_ckpt.interop.readers.torch_pickles import TORCH_NAMES, TensorView, resolve_storage
@@ -27,7 +33,10 @@ from dist_ckpt.interop.readers.virtual_checkpoint import (
     ForeignChunk,
     ForeignState,
 )
-from dist_ckpt.interop.registry import is_file, open_file
+from dist_ckpt.interop.registry import is_file, open_file, read_bytes
+from dist_ckpt.message_text import listed
+
+_MODEL_SUFFIX = ".bin"
 
 _MAX_PICKLE_NBYTES = 1 << 30
 
@@ -43,15 +52,60 @@ _SMALL_NBYTES = 64 << 10
 def read(storage: Storage, path: str, import_filter: ImportFilter) -> ForeignState:
     """Return the state in a file. A state dict with only tensors becomes `{"model": ...}`.
 
-    CorruptError, IncompatibleError for another kind of file, or values that cannot be stored.
+    A path may also be a folder with a model in such files, or their index. CorruptError,
+    IncompatibleError for another kind of file, or values that cannot be stored.
     """
+    nested = NestedState(path, import_filter)
+    if (files := _find_model_files(storage, path)) is not None:
+        for file, names in sorted(files.items()):
+            _add_part(nested, storage, file, names)
+        return nested.state()
     with open_archive(storage, path) as archive:
         state = read_dict(archive)
         if all(isinstance(value, TensorView) for value in state.values()):
             state = {MODEL: dict(state)}
-        nested = NestedState(path, import_filter)
         nested.add_top(state, archive)
     return nested.state()
+
+
+def _find_model_files(storage: Storage, path: str) -> dict[str, set[str] | None] | None:
+    """Return the files of a model, each with its names in the index; None if a path is a file.
+
+    Without an index the names are None: all that are in the file.
+    """
+    if is_index(path.rpartition("/")[2], _MODEL_SUFFIX):
+        return _read_index(storage, path)
+    try:
+        entries = [entry.name for entry in storage.list(path)]
+    except (FileNotFoundError, NotADirectoryError, CheckpointError):
+        return None
+    if (model := find_model(entries, _MODEL_SUFFIX, path)) is None:
+        return None
+    if model.index is not None:
+        return _read_index(storage, f"{path}/{model.index}")
+    return {f"{path}/{file}": None for file in model.files}
+
+
+def _read_index(storage: Storage, path: str) -> dict[str, set[str] | None]:
+    files_by_name, _ = parse_index(read_bytes(storage, path, MAX_INDEX_NBYTES), path)
+    names: dict[str, set[str]] = {}
+    for name, file in files_by_name.items():
+        names.setdefault(f"{path.rpartition('/')[0]}/{file}", set()).add(name)
+    return {**names}
+
+
+def _add_part(nested: NestedState, storage: Storage, path: str, names: set[str] | None) -> None:
+    """Add the tensors in one of a model's files, below `model`."""
+    with open_archive(storage, path) as archive:
+        state = read_dict(archive)
+        if missing := sorted((names or set()) - state.keys()):
+            raise CorruptError(
+                f"{path} lacks tensors that the index names for it: {listed(missing)}; fetch it "
+                f"again"
+            )
+        for name, value in state.items():
+            if names is None or name in names:
+                nested.add((MODEL, name), value, archive)
 
 
 def read_dict(archive: Archive) -> dict[Any, object]:
