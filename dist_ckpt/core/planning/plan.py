@@ -65,6 +65,7 @@ class Inventory(Message, frozen=True):
     numpy: tuple[str, ...]  # fqns of tensors that are numpy arrays
     parameters: tuple[tuple[int, int, bool], ...] = ()  # (first, count, trainable) in `tensors`
     linkable: tuple[str, ...] = ()  # fqns of tensors with files that later saves can link
+    objects: tuple[str, ...] = ()  # fqns of objects whose `state_dict` is saved
 
 
 # --- saving ----------------------------------------------------------------------------------
@@ -82,6 +83,7 @@ class SavePlan:
     name_lists: tuple[NameList, ...]
     numpy: tuple[str, ...]
     linkable: frozenset[int] = frozenset()  # components with files that later saves can link
+    objects: tuple[str, ...] = ()
 
 
 class BatchPart(NamedTuple):

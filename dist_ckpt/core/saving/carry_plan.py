@@ -148,7 +148,13 @@ def merge_objects_files(
         tree=_merge_trees(live.tree, source.tree, names),
         values={**live.values, **values, **dict(_name_lists(live, source, names))},
         numpy=(*live.numpy, *(fqn for fqn in source.numpy if fqn in names)),
+        objects=tuple(dict.fromkeys((*live.objects, *_carried_objects(source, names)))),
     )
+
+
+def _carried_objects(source: ObjectsFile, names: Collection[str]) -> Iterator[str]:
+    on_path = {above for name in names for above in names_above(name)}
+    return (fqn for fqn in source.objects if fqn in on_path)
 
 
 def _name_lists(

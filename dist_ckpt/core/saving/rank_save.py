@@ -263,7 +263,11 @@ def encode_objects_files(
     if rank == 0:
         names = {names.fqn: list(names.names) for names in plan.name_lists}
         main = objects_file.ObjectsFile(
-            tree=plan.tree, values={**stored, **names}, numpy=plan.numpy, metadata=dict(metadata)
+            tree=plan.tree,
+            values={**stored, **names},
+            numpy=plan.numpy,
+            metadata=dict(metadata),
+            objects=plan.objects,
         )
         files[filenames.OBJECTS] = objects_file.encode(main)
         stored = {}

@@ -42,6 +42,7 @@ from dist_ckpt.core.state.tree.state_tree import (
     TensorLeaf,
     Tree,
     children_of,
+    has_state,
     read_state,
     read_state_dict,
     select_leaves,
@@ -175,6 +176,8 @@ class _InventoryBuilder:
     tree: list[Node] = field(default_factory=list)
     name_lists: list[NameList] = field(default_factory=list)
     numpy: list[str] = field(default_factory=list)
+    objects: list[str] = field(default_factory=list)
+    num_objects_around: int = 0
     parts: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     values: dict[str, object] = field(default_factory=dict)
     per_rank: dict[str, tuple[Key, object]] = field(default_factory=dict)
@@ -214,6 +217,7 @@ class _InventoryBuilder:
             name_lists=tuple(self.name_lists),
             numpy=tuple(self.numpy),
             parameters=parameter_ranges((entry.fqn for entry in self.tensors), self.parameters),
+            objects=tuple(self.objects),
         )
         return LocalState(inventory, self.parts, self.values, self.per_rank, self.owners)
 
@@ -226,22 +230,32 @@ class _InventoryBuilder:
             case SubclassLeaf():
                 self._add_subclass_tensor(fqn, tree)
             case ModuleLeaf():
-                self.owners.append((fqn, tree))
+                self._add_owner(fqn, tree)
                 named = tree.state.parameters()
                 self.parameters.update((child_name(fqn, name), named[name]) for name in named)
                 self._add_branch(fqn, "dict", tree.children)
             case OptimizerLeaf():
-                self.owners.append((fqn, tree))
+                self._add_owner(fqn, tree)
                 self._add_optimizer(fqn, tree)
             case ObjectLeaf():
+                self.objects.append(fqn)
+                self.num_objects_around += 1
                 self._add(fqn, tree.content)
+                self.num_objects_around -= 1
             case PlainLeaf():
                 self._add_value(fqn, tree.value)
             case PerRank() | RNG():
                 self._reserve_name(fqn)
                 self.wrappers[fqn] = tree
+                if isinstance(tree, PerRank) and has_state(tree.value):
+                    self.objects.append(fqn)
             case _:
                 assert_never(tree)
+
+    def _add_owner(self, fqn: str, leaf: ModuleLeaf | OptimizerLeaf) -> None:
+        self.owners.append((fqn, leaf))
+        if self.num_objects_around:
+            self.objects.append(fqn)
 
     def _add_container(self, fqn: str, kind: str, keys: Iterable[PathKey]) -> None:
         self._reserve_name(fqn)

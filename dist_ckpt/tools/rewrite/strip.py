@@ -324,6 +324,7 @@ def _drop_from_objects(
         values={fqn: value for fqn, value in file.values.items() if stays(fqn)},
         per_rank={fqn: values for fqn, values in file.per_rank.items() if stays(fqn)},
         numpy=tuple(fqn for fqn in file.numpy if stays(fqn)),
+        objects=tuple(fqn for fqn in file.objects if stays(fqn)),
     )
 
 

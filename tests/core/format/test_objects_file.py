@@ -7,8 +7,9 @@ import subprocess
 import sys
 import tracemalloc
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, time, timedelta, timezone
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 from zoneinfo import ZoneInfo
@@ -100,6 +101,24 @@ PLAIN = st.recursive(
     ),
     max_leaves=8,
 )
+
+
+def test_a_file_names_its_objects_and_may_lack_the_field():
+    golden = Path(__file__).parents[2] / "golden" / "objects-1.msgpack"
+    file = ObjectsFile(
+        (Node("", "dict", ("outer",)), Node("outer", "dict", ("inner",))),
+        {"outer.inner": {"value": 5}},
+        objects=("outer", "outer.inner"),
+    )
+    assert encode(file) == golden.read_bytes()
+    assert decode(golden.read_bytes()) == file
+    without = encode(replace(file, objects=()))
+    assert b"objects" not in without
+    assert decode(without).objects == ()
+    for objects in ("outer", ["outer", 1], None):
+        doc = {**decode_value(golden.read_bytes()), "objects": objects}
+        with pytest.raises(CorruptError):
+            decode(encode_value(doc))
 
 
 @given(PLAIN)

@@ -257,3 +257,87 @@ def test_an_inner_object_of_an_excluded_one_is_not_loaded() -> None:
     assert inner.num_loads == 0
     with pytest.raises(IncompatibleError, match=r"'o\.inner' is left out: exclude all of it"):
         load(save({"o": Outer(inner=Inner(5), n=1)}), {"o": Outer(inner=inner)}, exclude="o.inner")
+
+
+# --- an object that the state does not have --------------------------------------------------
+
+
+def refuses(saved: Any, state: Any, *texts: str, **options: Any) -> None:
+    with pytest.raises(IncompatibleError) as caught:
+        load(saved, state, **options)
+    for text in texts:
+        assert text in str(caught.value)
+
+
+def test_an_inner_object_that_is_not_there_is_refused_before_anything_is_touched() -> None:
+    saved = save({"o": Outer(inner=Inner(Inner(torch.ones(1)))), "w": torch.ones(2)})
+    for target in (Outer(inner=None), Outer(), Outer(inner={}), Outer(inner=3)):
+        w = torch.zeros(2)
+        text = (
+            "o.inner: saved by the state_dict of an object, and the state has no object there that "
+            "could load it: make it before the load, so that state_dict() of Outer returns it, or "
+            "exclude 'o'"
+        )
+        refuses(saved, {"o": target, "w": w}, text)
+        refuses(saved, {"o": target, "w": w}, text, strict=False)
+        assert w.tolist() == [0, 0]
+        load(saved, {"o": target, "w": w}, exclude="o")
+        assert w.tolist() == [1, 1]
+
+
+def test_an_object_that_a_list_lacks_is_refused_by_its_name() -> None:
+    saved = save({"o": Outer(more=[Inner(1), Inner(2)], ema=nn.Linear(1, 1))})
+    refuses(saved, {"o": Outer(more=[Inner()], ema=nn.Linear(1, 1))}, "o.more.1: saved by")
+    refuses(saved, {"o": Outer(more=[Inner(), Inner()], ema=None)}, "o.ema: saved by")
+    shorter = save({"o": Outer(more=[Inner(1)])})
+    target: Any = Outer(more=[Inner(), Inner()])
+    load(shorter, {"o": target})
+    assert [len(target.more), target.more[0].value] == [1, 1]
+
+
+def test_an_inner_object_whose_dict_the_state_has_now_is_given_as_a_dict() -> None:
+    target: Any = Outer(inner={"value": 0})
+    load(save({"o": Outer(inner=Inner(5))}), {"o": target})
+    assert target.loaded == {"inner": {"value": 5}}
+
+
+def test_an_object_that_the_state_of_a_new_optimizer_lacks_is_refused_with_the_way() -> None:
+    def state() -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        return {"m": model, "o": Projecting(model.parameters(), lr=0.1)}
+
+    source = state()
+    source["o"].step()
+    saved = save(source)
+    refuses(
+        saved,
+        state(),
+        "o.state.m.bias.projector, o.state.m.weight.projector: saved by the state_dict of an "
+        "object",
+        "by one step with gradients of zero",
+    )
+    target = state()
+    load(saved, target, exclude="*.projector")
+    assert torch.equal(target["m"].weight, source["m"].weight)
+    assert not target["o"].state[target["m"].weight]
+
+
+def test_a_renamed_object_is_still_known_as_one() -> None:
+    saved = save({"o": Outer(inner=Inner(5), n=1)})
+    refuses(saved, {"p": Outer(inner=None)}, "p.inner: saved by", rename={"o.*": "p.*"})
+
+
+def test_without_a_state_everything_is_loaded_as_plain_data() -> None:
+    saved = save({"o": Outer(inner=Inner(5), n=torch.ones(1))})
+    states: list[dict[str, Any]] = [{}, {"o": None}, {"o": {}}]
+    for state in states:
+        load(saved, state)
+        assert state["o"] == {"inner": {"value": 5}, "n": torch.ones(1)}
+
+
+def test_a_checkpoint_that_does_not_name_its_objects_is_loaded_as_before() -> None:
+    saved = save({"o": Outer(inner=Inner(5))})
+    saved.forget_objects()
+    target: Any = Outer(inner=None)
+    load(saved, {"o": target})
+    assert target.inner == {"value": 5}

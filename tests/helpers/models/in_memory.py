@@ -52,7 +52,7 @@ class InMemory:
         ranks = plan.catalog.values
         main = {fqn: value for fqn, value in values.items() if not ranks[fqn]}
         self._main = objects_file.encode(
-            objects_file.ObjectsFile(plan.tree, {**main, **names}, {}, plan.numpy, {})
+            objects_file.ObjectsFile(plan.tree, {**main, **names}, {}, plan.numpy, {}, plan.objects)
         )
         self._others = {
             rank: objects_file.encode(
@@ -95,6 +95,10 @@ class InMemory:
         main = self._decoded(self._main)
         changed = replace(main, values={**main.values, fqn: value})
         self._main = objects_file.encode(changed)
+
+    def forget_objects(self) -> None:
+        """Leave the objects file without the names of objects, as older ones are."""
+        self._main = objects_file.encode(replace(self._decoded(self._main), objects=()))
 
     def lose_values(self) -> None:
         """Leave the objects files without what the catalog says is in them."""

@@ -23,6 +23,7 @@ from dist_ckpt.core.format.strict_json import (
     check_version,
     corrupt_error,
     fields,
+    mapping,
     max_memory,
     memory_problem,
 )
@@ -37,14 +38,15 @@ _NUM_LEVELS_AROUND = 5
 # The limit of paths to one container: ranks may cut its name at different dots.
 _MAX_PATHS = 64
 
-_FIELDS = ("format", "tree", "values", "per_rank", "numpy", "metadata")
+_FIELDS = ("format", "tree", "values", "per_rank", "numpy", "metadata", "objects")
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectsFile:
     """The content of an objects file: plain values, and per-rank values by key, by fqn.
 
-    `numpy` lists the tensors that were numpy arrays. `metadata` is the user's.
+    `numpy` lists the tensors that were numpy arrays. `metadata` is the user's. `objects` has the
+    names of objects whose `state_dict` was saved. Files from before 2026-12 have none.
     """
 
     tree: tuple[Node, ...] = ()
@@ -52,11 +54,12 @@ class ObjectsFile:
     per_rank: Mapping[str, Mapping[Key, object]] = field(default_factory=dict)
     numpy: tuple[str, ...] = ()
     metadata: Mapping[str, object] = field(default_factory=dict)
+    objects: tuple[str, ...] = ()
 
 
 def encode(file: ObjectsFile) -> bytes:
     """Return a file's bytes. Raises TypeError or ValueError for values that are not plain data."""
-    doc = {
+    doc: dict[str, Any] = {
         "format": FORMAT,
         "tree": [[node.fqn, node.kind, list(node.keys)] for node in file.tree],
         "values": dict(file.values),
@@ -67,6 +70,8 @@ def encode(file: ObjectsFile) -> bytes:
         "numpy": list(file.numpy),
         "metadata": dict(file.metadata),
     }
+    if file.objects:
+        doc["objects"] = list(file.objects)
     data = encode_value(doc, "objects", around=_NUM_LEVELS_AROUND)
     if len(data) > MAX_NBYTES:
         raise ValueError(
@@ -109,13 +114,15 @@ def decode(
         raise IncompatibleError(f"{label}: {error}") from error
     check_version(doc, label)
     try:
-        _, tree, values, per_rank, numpy, metadata = fields(doc, _FIELDS, label)
+        doc = {"objects": [], **mapping(doc, label)}
+        _, tree, values, per_rank, numpy, metadata, objects = fields(doc, _FIELDS, label)
         return ObjectsFile(
             tree=_decode_tree(tree),
             values=_decode_named(values),
             per_rank={fqn: _decode_keyed(rows) for fqn, rows in _decode_named(per_rank).items()},
             numpy=tuple(expect(fqn, str) for fqn in expect(numpy, list)),
             metadata=expect(metadata, dict),
+            objects=tuple(expect(fqn, str) for fqn in expect(objects, list)),
         )
     except ValueError as error:
         raise corrupt_error(label, str(error)) from None

@@ -102,7 +102,8 @@ def plan_save(
     split = {fqn: t.layout for fqn, t in tensors.items() if stored[fqn][0] is not t.layout}
     names = inventories.merge_name_lists(distinct)
     numpy = tuple(dict.fromkeys(fqn for sent in distinct for fqn in sent.inventory.numpy))
-    return SavePlan(catalog, split, values, keys, tree, names, numpy, linkable)
+    objects = tuple(dict.fromkeys(fqn for sent in distinct for fqn in sent.inventory.objects))
+    return SavePlan(catalog, split, values, keys, tree, names, numpy, linkable, objects)
 
 
 def plan_rank_files(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:

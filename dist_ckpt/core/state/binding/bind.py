@@ -402,6 +402,10 @@ def _bind_object(
             leaf.owner.check(state())  # it has no tensors, so nothing is left to read
     except IncompatibleError as error:
         context.problems.append(f"{name}: {error}")
+    if not is_inner:  # the outer one also checks the objects inside this one
+        what = f"state_dict() of {type(leaf.owner).__name__}"
+        remedy = f"make it before the load, so that {what} returns it, or exclude {name!r}"
+        context.check_objects(name, remedy)
     _load_object(context, name, leaf.owner, state, is_inner=is_inner)
 
 
@@ -429,6 +433,10 @@ def _bind_module(context: BindContext, fqn: str, leaf: ModuleLeaf) -> None:
     assigned = _bind_live(context, fqn, state)
     further = {name: tree for name, tree in leaf.children.items() if name not in state.live}
     extras = context.request_entries(fqn, further)
+    for extra in extras:
+        full = child_name(fqn, extra)
+        remedy = "make it before the load, so that get_extra_state() returns it"
+        context.check_objects(full, f"{remedy}, or exclude {full!r}")
     for part in state.parts:
         if part.flat is not None:
             context.value_setters.append(part.flat.update_copies)

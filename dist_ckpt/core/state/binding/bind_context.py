@@ -26,8 +26,10 @@ from dist_ckpt.core.state.tree.containers import (
     container_entries,
     container_kind,
     create_container,
+    is_mapping,
 )
 from dist_ckpt.core.state.tree.state_tree import (
+    Branch,
     ModuleLeaf,
     ObjectLeaf,
     OptimizerLeaf,
@@ -41,6 +43,7 @@ from dist_ckpt.core.state.tree.state_tree import (
 )
 from dist_ckpt.core.state.wrappers import RNG, PerRank, per_rank_key
 from dist_ckpt.errors import CheckpointError
+from dist_ckpt.message_text import listed
 
 Value = Callable[[], object]
 
@@ -134,6 +137,8 @@ class BindContext:
         self.value_setters: list[Callable[[], object]] = []
         self.object_loads: list[tuple[str, Callable[[], None]]] = []
         self.inner_loads: dict[int, Callable[[], None]] = {}
+        # The saved objects for which the state has an object, or a dict that takes their state.
+        self.live_objects: set[str] = set()
         self.generators: list[tuple[str, RNG, Value]] = []
         self._selection, self._keys = selection, keys or {}
         self._split: dict[str, object] = {}
@@ -407,6 +412,8 @@ class BindContext:
         like the parameter of `hint`, or whole in host memory. An object of `tree` loads what was
         saved, and is the value itself. Return None if no name is selected.
         """
+        if _has_entries(tree):
+            self.live_objects.add(name)
         if isinstance(tree, ObjectLeaf | ModuleLeaf | OptimizerLeaf) and self._fits(name, tree):
             is_needed = self.selected_leaves(name) or self.is_selected(name)
             return self.bind_inner(self, name, tree, hint) if is_needed else None
@@ -438,7 +445,7 @@ class BindContext:
         self, name: str, tree: Tree | None
     ) -> Iterator[tuple[PathKey, str, Tree | None]]:
         """Yield the key and name of each saved child, and the live value of that key."""
-        live = children_of(tree)
+        live = _live_children(tree)
         for key, child in self.saved.children(name):
             yield key, child, live.get(key)
 
@@ -451,6 +458,23 @@ class BindContext:
             if any(isinstance(part, Loadable) for _, part in walk(live[key], "_")):
                 self._split[child := child_name(name, key)] = saved[key]
                 yield key, child, live[key]
+
+    def check_objects(self, name: str, remedy: str) -> None:
+        """Report requested objects below a name that the state lacks: only their class knows them.
+
+        Call this for what user code gets. `remedy` is the way to make them.
+        """
+        lacking: list[str] = []
+        for full in self.saved.objects_below(name):
+            leaves = (self.saved.leaves.get(leaf) for leaf in (full, *self.saved.below(full)))
+            is_inside = lacking and full.startswith(f"{lacking[-1]}.")
+            if not (full in self.live_objects or is_inside or self.requested.isdisjoint(leaves)):
+                lacking.append(full)
+        if lacking:
+            self.problems.append(
+                f"{listed(lacking)}: saved by the state_dict of an object, and the state has no "
+                f"object there that could load it: {remedy}"
+            )
 
     def _fits(self, name: str, leaf: ObjectLeaf | ModuleLeaf | OptimizerLeaf) -> bool:
         """Return True unless something else was saved in the place of an object, such as None."""
@@ -477,8 +501,25 @@ class BindContext:
         if (keys := self.saved.per_rank_keys(name)) is None:
             return self.request_value(name)
         if isinstance(leaf, PerRank | RNG):
+            self.live_objects.add(name)
             return self.bind_inner(self, name, leaf, hint)
         return self._request_unwrapped(name, {key for key, _ in keys})
+
+
+def _live_children(tree: Tree | None) -> Mapping[PathKey, Tree]:
+    """Return the children of a tree, also those of a container without tensors."""
+    if not isinstance(tree, PlainLeaf):
+        return children_of(tree)
+    return {key: PlainLeaf(value) for key, value in (container_entries(tree.value) or {}).items()}
+
+
+def _has_entries(tree: Tree | None) -> bool:
+    """Return True for an object, and for a mapping that is not empty."""
+    if isinstance(tree, PlainLeaf):
+        return isinstance(tree.value, Mapping) and bool(tree.value)
+    if isinstance(tree, Branch):
+        return is_mapping(tree.kind) and bool(tree.children)
+    return isinstance(tree, ObjectLeaf | ModuleLeaf | OptimizerLeaf)
 
 
 def _list_keys(keys: Sequence[Key]) -> str:

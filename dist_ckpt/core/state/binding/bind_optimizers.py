@@ -276,6 +276,11 @@ def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
         _bind_flat(context, state, optimizer, stored)
         optimizer = optimizer.real
     further = context.request_entries(fqn, leaf.further)
+    context.check_objects(
+        fqn,
+        "make it before the load, such as by one step with gradients of zero, or exclude it: then "
+        "the optimizer starts without it",
+    )
     if optimizer.reported is not None and (further or len(context.value_setters) > before):
         _load_reported(context, fqn, optimizer, further)
 

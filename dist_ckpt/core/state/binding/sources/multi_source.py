@@ -72,6 +72,9 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
         dropped=tuple(dict.fromkeys(name for view in views for name in view.saved.dropped)),
         problems=(*problems, *allocation.clashes()),
         order=sorted(leaves),
+        objects=sorted(
+            {name for names in provided for name in names.saved.objects if name in names.all_names}
+        ),
         origins=origins,
         name_problems=tuple(_find_name_problems(views)),
         left_out=tuple(sorted(name for view in views for name in _find_left_out(view, leaves))),
@@ -210,6 +213,7 @@ def _renumber(saved: SavedTree, groups: Mapping[str, str | None]) -> SavedTree:
             if (to := new(name)) is not None
         },
         numpy=frozenset(to for name in saved.numpy if (to := new(name)) is not None),
+        objects=[to for name in saved.objects if (to := new(name)) is not None],
     )
 
 

@@ -117,6 +117,7 @@ class SavedTree:
     - `main`: the plain values of rank 0's objects file, by their names in the catalog.
       `read(rank)` returns the objects file of another rank.
     - `dropped`: the saved names that the rename leaves out.
+    - `objects`: the names of objects whose `state_dict` was saved, sorted.
 
     Only for several checkpoints, `origins`. The catalog then has names of `with_source`:
 
@@ -140,6 +141,7 @@ class SavedTree:
     name_problems: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     stepless: frozenset[str] = frozenset()
+    objects: Sequence[str] = ()
 
     def source_number(self, name: str) -> int:
         """Return the number of the checkpoint that has a name, or the first name below it."""
@@ -235,11 +237,11 @@ class SavedTree:
 
     def below(self, name: str) -> Iterator[str]:
         """Yield the leaves below a name, sorted."""
-        prefix = f"{name}." if name else ""
-        for number in range(bisect_left(self.order, prefix), len(self.order)):
-            if not self.order[number].startswith(prefix):
-                return
-            yield self.order[number]
+        return _names_below(name, self.order)
+
+    def objects_below(self, name: str) -> Iterator[str]:
+        """Yield the objects below a name, sorted."""
+        return _names_below(name, self.objects)
 
     def contains(self, name: str) -> bool:
         """Return True if a leaf or a container has this name, or a leaf is below it."""
@@ -261,6 +263,14 @@ class SavedTree:
             above = [up for up in names_above(leaf) if len(up) > len(name) and up in self.kinds]
             tops[above[-1] if above else leaf] = None
         return tuple((top[len(name) + 1 :] if name else top, top) for top in tops)
+
+
+def _names_below(name: str, ordered: Sequence[str]) -> Iterator[str]:
+    prefix = f"{name}." if name else ""
+    for number in range(bisect_left(ordered, prefix), len(ordered)):
+        if not ordered[number].startswith(prefix):
+            return
+        yield ordered[number]
 
 
 def format_mesh(mesh: Sequence[tuple[str, int]]) -> str:
@@ -305,7 +315,8 @@ def build_saved_tree(
         renamed = dict(zip(names, names, strict=True))
     leaves = {new: name for name in names if (new := renamed[name]) is not None}
     params = dict(_rename_groups(groups, renamed))
-    kinds, entries = _read_containers(main.tree, renamed, leaves, params)
+    moved = _move_containers(main.tree, renamed)
+    kinds, entries = _read_containers(main.tree, renamed, moved, leaves, params)
     _check_tree(kinds, entries)
     problems += tuple(
         f"rename: {name!r} would be a container and {leaves[name]!r}: change the rules, or drop "
@@ -326,6 +337,9 @@ def build_saved_tree(
         dropped=tuple(name for name in names if renamed[name] is None),
         problems=problems,
         order=sorted(leaves),
+        objects=sorted(
+            new for name in main.objects if (new := moved.get(name, renamed.get(name))) is not None
+        ),
     )
 
 
@@ -367,20 +381,26 @@ def _rename_groups(
 # --- containers ------------------------------------------------------------------------------
 
 
+def _move_containers(tree: Iterable[Node], renamed: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the new name of each container."""
+    moved: dict[str, str] = {}
+    for node in sorted(tree, key=lambda node: len(node.fqn), reverse=True):
+        moved[node.fqn] = _new_name(node, renamed, moved)
+    return moved
+
+
 def _read_containers(
     tree: Iterable[Node],
     renamed: Mapping[str, str | None],
+    moved: Mapping[str, str],
     leaves: Iterable[str],
     groups: Iterable[str],
 ) -> tuple[dict[str, str], dict[str, Sequence[tuple[PathKey, str]]]]:
-    nodes, moved = {node.fqn: node for node in tree}, dict[str, str]()
-    for fqn in sorted(nodes, key=len, reverse=True):
-        moved[fqn] = _new_name(nodes[fqn], renamed, moved)
     kinds: dict[str, str] = {}
     entries: dict[str, list[tuple[PathKey, str]]] = {}
     fitted: set[str] = set()
-    for fqn, node in nodes.items():
-        new = moved[fqn]
+    for node in tree:
+        fqn, new = node.fqn, moved[node.fqn]
         children = _children(node, renamed, moved)
         fitting = [(key, child) for key, child in children if child == child_name(new, key)]
         if not node.keys or fitting or not fqn:
