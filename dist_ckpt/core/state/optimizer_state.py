@@ -119,6 +119,50 @@ def reported_state(
     return OptimizerState(optimizer, groups, state, read_defaults(optimizer), reported=reported)
 
 
+def convert_state(optimizer: OptimizerState, absent: Mapping[int, Iterable[str]]) -> None:
+    """Let the class convert loaded state by its `__setstate__`, as torch's `load_state_dict` does.
+
+    It makes tensors of counters that files before torch 1.12 have as numbers, and adds options.
+    `absent` are options, by number of the group, that were not saved. The class sets its default,
+    or else they keep their current value.
+    """
+    outer: Any = optimizer.optimizer
+    real: Optimizer = outer if optimizer.partition is None else outer.optim
+    if real is not outer:
+        _copy_options(optimizer.groups, real.param_groups)
+    _place_steps(real)
+    former = [
+        {key: group.pop(key) for key in absent.get(number, ()) if key in group}
+        for number, group in enumerate(real.param_groups)
+    ]
+    try:
+        real.__setstate__({STATE: real.state, GROUPS: real.param_groups})
+    finally:
+        for group, options in zip(real.param_groups, former, strict=True):
+            group.update({**options, **group})
+    if real is not outer:
+        _copy_options(real.param_groups, optimizer.groups)
+
+
+def _copy_options(
+    sources: Iterable[Mapping[str, Any]], targets: Iterable[MutableMapping[str, Any]]
+) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target.update((key, value) for key, value in source.items() if key != _PARAMS)
+
+
+def _place_steps(optimizer: Optimizer) -> None:
+    """Move step counts to the device for steps that are computed there, as torch does."""
+    for group in optimizer.param_groups:
+        if not (group.get("capturable") or group.get("fused")):
+            continue
+        for parameter in group[_PARAMS]:
+            step = optimizer.state.get(parameter, {}).get("step")
+            if isinstance(step, torch.Tensor):
+                moved = step.to(dtype=torch.float32, device=parameter.device)
+                optimizer.state[parameter]["step"] = moved
+
+
 def check_reported(optimizer: Optimizer, fqn: str, listed: Container[int]) -> None:
     """Raise ValueError for an inner optimizer whose state would be lost.
 

@@ -5,7 +5,7 @@
     binding.wanted -> load plan         all ranks agree that no rank has a problem
     binding.allocate() -> targets       new memory; the reader fills all targets
     binding.finish_tensors()            tensors that share memory are filled
-    binding.assign_values()             plain values and new tensors are assigned
+    binding.assign_values()             plain values and new tensors are assigned, and converted
     binding.load_objects()              load_state_dict, set_extra_state; generators last
 
 `bind` changes no object of the user. `allocate` creates optimizer state, `assign_values` sets it.
@@ -108,7 +108,9 @@ class Binding:
         self.resharded = tuple(context.targets.resharded)
         self.wanted: tuple[TensorRequest, ...] = context.targets.wanted()
         self.makes_memory = bool(context.targets.new_tensors)
-        self.assigns_values = bool(context.tensor_setters or context.value_setters)
+        self.assigns_values = bool(
+            context.tensor_setters or context.value_setters or context.conversions
+        )
         self.loads_objects = bool(context.object_loads or context.generators)
         self.unrequested = context.unrequested()
         self.pattern_problems = () if saved.problems else context.pattern_problems()
@@ -167,6 +169,8 @@ class Binding:
             assign()
         for set_value in self._context.value_setters:
             set_value()
+        for _, convert in sorted(self._context.conversions, key=itemgetter(0)):
+            convert()
 
     def load_objects(self) -> None:
         """Call load_state_dict and set_extra_state of the state's objects; set generators last.

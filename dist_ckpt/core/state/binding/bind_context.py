@@ -104,9 +104,10 @@ class BindContext:
 
     1. `tensor_setters` replace the tensors of meta modules.
     2. `value_setters` set all other values.
-    3. `object_loads` call the `load_state_dict` of objects. `inner_loads` has the calls of objects
+    3. `conversions` let classes of optimizers convert their state, which is complete now.
+    4. `object_loads` call the `load_state_dict` of objects. `inner_loads` has the calls of objects
        inside others, by id(): such an object is loaded once, whatever its names.
-    4. `generators` are set to their saved states.
+    5. `generators` are set to their saved states.
 
     `bind_inner` binds a leaf that another object's state dict has, and returns its live value.
     """
@@ -135,13 +136,16 @@ class BindContext:
         self.requested: set[str] = set()
         self.tensor_setters: list[tuple[str, Callable[[], None]]] = []
         self.value_setters: list[Callable[[], object]] = []
+        self.conversions: list[tuple[str, Callable[[], None]]] = []
         self.object_loads: list[tuple[str, Callable[[], None]]] = []
         self.inner_loads: dict[int, Callable[[], None]] = {}
         # The saved objects for which the state has an object, or a dict that takes their state.
         self.live_objects: set[str] = set()
         self.generators: list[tuple[str, RNG, Value]] = []
         self._selection, self._keys = selection, keys or {}
+        # The items of split values by name, and the children of each split value.
         self._split: dict[str, object] = {}
+        self._split_children: dict[str, tuple[tuple[PathKey, str], ...]] = {}
         # `mesh` reads every tensor of the state, so it runs at most once, and only if needed.
         self._live_mesh = cache(template.mesh)
 
@@ -177,15 +181,13 @@ class BindContext:
 
     def selected_leaves(self, name: str) -> list[str]:
         """Return the selected saved leaves at and below a name."""
-        return [
-            leaf
-            for leaf in (name, *self.saved.below(name))
-            if leaf in self.saved.leaves and self.is_selected(leaf)
-        ]
+        saved = (leaf for leaf in (name, *self.saved.below(name)) if leaf in self.saved.leaves)
+        return [leaf for leaf in (*saved, *self._split_below(name)) if self.is_selected(leaf)]
 
     def has(self, name: str) -> bool:
         """Return True if anything is saved at or below a name."""
-        return name in self._split or self.saved.contains(name)
+        is_split = name in self._split or name in self._split_children
+        return is_split or self.saved.contains(name)
 
     def is_missing(self, name: str) -> bool:
         """Return True if nothing is saved at or below a name; record a selected name as missing."""
@@ -273,12 +275,19 @@ class BindContext:
             return
         if (entries := container_entries(value)) is not None:
             self.mark_requested(name)
-            self._split.update((child_name(name, key), item) for key, item in entries.items())
+            children = tuple((key, child_name(name, key)) for key in entries)
+            self._split_children[name] = children
+            self._split.update((child, entries[key]) for key, child in children)
 
     def children(self, name: str) -> Sequence[tuple[PathKey, str]]:
         """Return the key and the name of each child below a saved name."""
-        parts = [n for n in self._split if n.startswith(f"{name}.")]
-        return *self.saved.children(name), *((n[len(name) + 1 :], n) for n in parts)
+        return *self.saved.children(name), *self._split_children.get(name, ())
+
+    def _split_below(self, name: str) -> Iterator[str]:
+        if name in self._split:
+            yield name
+        for _, child in self._split_children.get(name, ()):
+            yield from self._split_below(child)
 
     def parameter_names(self, group: str) -> Sequence[str]:
         """Return the saved parameter names of an optimizer's group. Torch saves them as numbers."""

@@ -1,8 +1,9 @@
 """Load the state and the parameter groups of optimizers.
 
 State is filled in place. Torch's own `load_state_dict` is never called: it casts state to the
-parameter's dtype. An optimizer class with its own `load_state_dict` gets its reported state back,
-with the saved values in it. If that call casts state, the cast is undone.
+parameter's dtype. Its last step is: the class converts the loaded state (`convert_state`). An
+optimizer class with its own `load_state_dict` gets its reported state back, with the saved values
+in it. If that call casts state, the cast is undone.
 
 Parameters are matched by name. A group gets the hyperparameters that its parameters were saved
 with, even if they were in other groups.
@@ -13,9 +14,10 @@ parameter is renamed too (`Rename._move_with_parameter` in `sources/rename.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from inspect import signature
 from itertools import count, takewhile
@@ -33,7 +35,13 @@ from dist_ckpt.core.state.named_optimizers import (
     options_branch,
     state_branch,
 )
-from dist_ckpt.core.state.optimizer_state import GROUPS, STATE, OptimizerState, reported_state
+from dist_ckpt.core.state.optimizer_state import (
+    GROUPS,
+    STATE,
+    OptimizerState,
+    convert_state,
+    reported_state,
+)
 from dist_ckpt.core.state.tensors.locate_tensor import is_meta
 from dist_ckpt.core.state.tree.containers import PathKey, child_name, container_entries, is_mapping
 from dist_ckpt.core.state.tree.state_tree import (
@@ -58,17 +66,19 @@ class _GroupBinding:
     group: dict[str, Any]
     saved_groups: Sequence[str]
 
-    def bind(self, defaults: Mapping[str, object], states: Iterable[str]) -> None:
+    def bind(self, defaults: Mapping[str, object], states: Iterable[str]) -> Sequence[str] | None:
         """Request the hyperparameters, and check them against the class's `defaults`.
 
         `states` are the names of its parameters' state. If some of them are loaded, saved groups
-        that the load leaves out are checked too.
+        that the load leaves out are checked too. Return the switches that were not saved, which
+        the class may set; None if another class has saved the group.
         """
         context = self.context
         stored = filter(context.has, self.saved_groups)
         left_out = [name for name in stored if not context.is_selected(name)]
-        if left_out and any(map(context.selected_leaves, states)):
-            self._check_left_out(left_out, defaults)
+        is_checked = left_out and any(map(context.selected_leaves, states))
+        if is_checked and not self._check_left_out(left_out, defaults):
+            return None
         if not self.saved_groups and context.is_selected(self.fqn):
             context.missing[self.fqn] = None
         selected = list(filter(context.is_selected, self.saved_groups))
@@ -76,17 +86,23 @@ class _GroupBinding:
             options for name in selected if (options := self._request_options(name)) is not None
         ]
         if not groups or len(groups) < len(selected) or self._has_several_tensors(selected):
-            return
+            return ()
         if len(groups) > 1:
             self._check_agreement(dict(zip(selected, groups, strict=True)))
         saved = {k: o.value if isinstance(o, FixedValue) else o for k, o in groups[0].items()}
-        self._check_options(saved, defaults)
-
+        if not self._check_options(saved, defaults):
+            return None
         # No reference to `context`: a reference cycle would keep the state alive.
         context.value_setters.append(partial(_assign, self.group, groups[0]))
+        return [key for key, value in self.group.items() if self._is_absent(key, value, saved)]
 
-    def _check_left_out(self, names: Sequence[str], defaults: Mapping[str, object]) -> None:
-        context = self.context
+    def _is_absent(self, key: str, live: object, saved: Mapping[str, object]) -> bool:
+        is_switch = live is None or isinstance(live, bool)
+        is_known = key not in saved and key in _torch_options()
+        return is_switch and is_known and self._is_option_selected(key)
+
+    def _check_left_out(self, names: Sequence[str], defaults: Mapping[str, object]) -> bool:
+        context, fits = self.context, True
         for name in names:
             saved = context.peek_value(name)
             options = saved.value if saved is not None else {}
@@ -94,7 +110,8 @@ class _GroupBinding:
                 # The value of a tensor hyperparameter is not checked, only its presence.
                 children = {str(key): context.peek_value(n) for key, n in context.children(name)}
                 tensors = {key: child.value if child else None for key, child in children.items()}
-                self._check_options({**options, **tensors}, defaults)
+                fits = self._check_options({**options, **tensors}, defaults) and fits
+        return fits
 
     def _has_several_tensors(self, names: Sequence[str]) -> bool:
         """Report tensor hyperparameters of several groups: their values are not read yet."""
@@ -162,11 +179,12 @@ class _GroupBinding:
                     )
                     return
 
-    def _check_options(self, saved: Mapping[str, Any], defaults: Mapping[str, object]) -> None:
+    def _check_options(self, saved: Mapping[str, Any], defaults: Mapping[str, object]) -> bool:
         """Report hyperparameters of another optimizer class, or that need state not saved.
 
-        A missing boolean is accepted: new versions of torch add some. A boolean that is True here
-        and was saved as False may need more state, such as `amsgrad`.
+        Return True if there are none. With `strict=False` they are accepted. A missing boolean is
+        accepted: new versions of torch add some. A boolean that is True here and was saved as False
+        may need more state, such as `amsgrad`.
         """
         live = {
             key: self.group[key]
@@ -188,24 +206,54 @@ class _GroupBinding:
         on = (key for key, value in live.items() if value is True and key not in _STEP_VARIANTS)
         switched = [k for k in on if k in saved and (saved[k] is None or saved[k] is False)]
         if absent:
-            self._report(
+            self._report_strict(
                 f"saved with {', '.join(sorted(saved))}, but without {', '.join(absent)}, which "
                 f"the optimizer here has: {as_saved}"
             )
         elif live and foreign:
-            self._report(
+            self._report_strict(
                 f"saved with {', '.join(foreign)}, which the optimizer here does not have: "
                 f"{as_saved}"
             )
         elif switched:
             key = switched[0]
-            self._report(
+            self._report_strict(
                 f"saved with {key}={saved[key]}, the optimizer here has {key}=True, for which "
                 f"state may not have been saved: {as_saved} to continue as saved"
             )
+        return not (absent or (live and foreign) or switched)
+
+    def _report_strict(self, problem: str) -> None:
+        if self.context.strict:
+            self._report(problem)
 
     def _report(self, problem: str) -> None:
         self.context.problems.append(f"{self.fqn}: {problem}")
+
+
+@dataclass(slots=True, eq=False)
+class _Conversion:
+    """The conversion of a loaded optimizer by its class, after all of its state is placed.
+
+    `absent` are the switches that were not saved, by number of the group. If not `fits`, the user
+    loads the state of another class. If not `is_whole`, a part of it is left out.
+    """
+
+    fqn: str
+    optimizer: OptimizerState
+    is_whole: bool = True
+    fits: bool = True
+    absent: dict[int, Sequence[str]] = field(default_factory=dict)
+
+    def add_group(self, number: int, absent: Sequence[str] | None) -> None:
+        self.fits &= absent is not None
+        self.absent[number] = absent or ()
+
+    def __call__(self) -> None:
+        """Convert the state. State of another class may lack a part that the class converts."""
+        lacking = nullcontext() if self.fits else suppress(KeyError)
+        with calling_user_code(self.fqn, self.optimizer.optimizer, "__setstate__"), lacking:
+            convert_state(self.optimizer, self.absent)
 
 
 def _assign(group: dict[str, Any], options: Mapping[str, Value]) -> None:
@@ -243,34 +291,35 @@ def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
         )
         return
     state, groups = child_name(fqn, STATE), child_name(fqn, GROUPS)
-    context.split_value(groups)
+    # Without tensors, as before the first step, these were saved as one value.
+    for name in (fqn, state, groups):
+        context.split_value(name)
     # The saved group of each parameter.
     names_of_groups = takewhile(context.has, (child_name(groups, number) for number in count()))
     saved = {param: name for name in names_of_groups for param in context.parameter_names(name)}
     stored = _stored_names(optimizer, names, saved)
     if saved and all(name.isdecimal() for name in saved):
         stored = _names_by_number(context, fqn, optimizer, saved) or stored
+    before, restored = len(context.value_setters), len(context.restored)
+    conversion = _Conversion(fqn, optimizer)
     classes = subclass_types(optimizer.optimizer)
-    defaults = optimizer.defaults if context.strict else {}
-    before = len(context.value_setters)
     for number, group in enumerate(optimizer.groups):
-        on_host = not (group.get("capturable") or group.get("fused"))
-        for parameter in filter(optimizer.has_state_here, group["params"]):
-            name = stored[id(parameter)]
-            hint = PlacementHint(parameter, names[id(parameter)].rule_name, on_host, classes)
-            full = child_name(state, name)
-            if name in saved and not context.has(full) and context.saved.is_stepless(full):
-                _drop_state(context, full, optimizer, parameter)
-            else:
-                _bind_state(context, full, optimizer, hint)
         params = [stored[id(parameter)] for parameter in group["params"]]
         full = child_name(groups, number)
         # A group without parameters or saved names takes the saved group of the same number.
         saved_groups = (
             dict.fromkeys(saved[n] for n in params if n in saved) if params and saved else [full]
         )
+        for hint in _placements(optimizer, group, names, classes):
+            name = stored[id(hint.parameter)]
+            of_state = child_name(state, name)
+            if name in saved and not context.has(of_state) and context.saved.is_stepless(of_state):
+                _drop_state(context, of_state, optimizer, hint.parameter)
+            else:
+                conversion.is_whole &= _bind_state(context, of_state, optimizer, hint)
         binding = _GroupBinding(context, full, group, [*saved_groups])
-        binding.bind(defaults, (child_name(state, name) for name in params))
+        absent = binding.bind(optimizer.defaults, (child_name(state, name) for name in params))
+        conversion.add_group(number, absent)
     _bind_shared(context, state, optimizer, saved)
     if isinstance(optimizer, FlatOptimizer):
         _bind_flat(context, state, optimizer, stored)
@@ -283,6 +332,20 @@ def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
     )
     if optimizer.reported is not None and (further or len(context.value_setters) > before):
         _load_reported(context, fqn, optimizer, further)
+    elif optimizer.reported is None and conversion.is_whole and len(context.restored) > restored:
+        context.conversions.append((fqn, conversion))
+
+
+def _placements(
+    optimizer: OptimizerState,
+    group: Mapping[str, Any],
+    names: Mapping[int, ParameterName],
+    classes: Mapping[str, type[torch.Tensor]],
+) -> Iterator[PlacementHint]:
+    """Yield the placement for each parameter of a group whose state is on this rank."""
+    on_host = not (group.get("capturable") or group.get("fused"))
+    for parameter in filter(optimizer.has_state_here, group["params"]):
+        yield PlacementHint(parameter, names[id(parameter)].rule_name, on_host, classes)
 
 
 def _bind_flat(
@@ -343,7 +406,7 @@ def _names_by_number(
 
 
 def _drop_state(
-    context: BindContext, fqn: str, optimizer: OptimizerState, parameter: torch.Tensor
+    context: BindContext, fqn: str, optimizer: OptimizerState, parameter: object
 ) -> None:
     live = [
         key
@@ -365,7 +428,8 @@ def _drop_state(
 
 def _bind_state(
     context: BindContext, fqn: str, optimizer: OptimizerState, hint: PlacementHint
-) -> None:
+) -> bool:
+    """Request the state of a parameter; return False if it lacks a part that was saved."""
     parameter = hint.parameter
     owner = hint.rule_name, tuple(parameter.shape)
     live = state_branch(optimizer.state.get(parameter, {}), fqn, owner).children
@@ -387,6 +451,7 @@ def _bind_state(
 
     if values:
         context.value_setters.append(assign)
+    return not values or present <= {*values, *live}
 
 
 def _bind_shared(
@@ -420,20 +485,30 @@ def _request_entry(
     context: BindContext, name: str, key: PathKey, live: Tree | None, hint: PlacementHint
 ) -> Value | None:
     """Request one entry of a parameter's state. Report a live entry of another kind."""
-    if context.saved.tensor(name) is None:
-        if isinstance(live, TensorLeaf):
+    if (saved := context.saved.tensor(name)) is None:
+        if isinstance(live, TensorLeaf) and not _is_replaceable(context, name, live):
             context.report_mismatch(name, "a tensor")
             return None
         return context.request_subtree(name, live, replace(hint, on_host=False))
     if isinstance(live, TensorLeaf):
         context.restore(name)
         return FixedValue(context.targets.request_fill(name, live))
-    if live is not None and not (isinstance(live, PlainLeaf) and live.value is None):
+    is_number = isinstance(live, PlainLeaf) and type(live.value) in (int, float)
+    is_unset = live is None or (isinstance(live, PlainLeaf) and live.value is None)
+    if not is_unset and not (is_number and not saved[1].shape):
         context.report_mismatch(name, "something else than a tensor")
         return None
     # As in torch, the step count is in host memory, unless the step is computed on the device.
     on_host = hint.on_host and key == "step"
     return context.request_subtree(name, None, replace(hint, on_host=on_host))
+
+
+def _is_replaceable(context: BindContext, name: str, live: TensorLeaf) -> bool:
+    """Return True if a saved value takes a tensor's place, as in torch: a number, or None."""
+    if (saved := context.peek_value(name)) is None:
+        return False
+    is_counter = isinstance(live.value, torch.Tensor) and not live.value.ndim
+    return saved.value is None or (is_counter and type(saved.value) in (int, float))
 
 
 def _load_reported(
@@ -455,10 +530,15 @@ def _load_reported(
         for parameter, entries in optimizer.state.items():
             live = current_state.get(parameter, {})
             for name, value in entries.items() if isinstance(parameter, torch.Tensor) else ():
-                if name in live and _dtypes(live[name]) != _dtypes(value):
+                if name in live and _is_cast(_dtypes(value), _dtypes(live[name])):
                     live[name] = value
 
     context.object_loads.append((fqn, load))
+
+
+def _is_cast(before: Sequence[torch.dtype], after: Sequence[torch.dtype]) -> bool:
+    """Return True if the same tensors have other dtypes. A number may have become a tensor."""
+    return len(before) == len(after) and before != after
 
 
 def _dtypes(value: object) -> list[torch.dtype]:
