@@ -161,8 +161,8 @@ def test_a_process_that_runs_no_python_is_late_up_to_a_limit(process, clock, sta
     for _ in range(4, LATE_S, 4):
         assert pass_time(clock, watch, line, other) is None
     assert watch.find_lateness(1) == "is alive, but has not run Python for 296 s"
-    assert watch.must_log(1)
-    assert not watch.must_log(1)
+    assert watch.log_once(1)
+    assert not watch.log_once(1)
     states[process.pid, process.started, 0] = "stopped"
     loss = pass_time(clock, watch, line, other) or pass_time(clock, watch, line, other)
     assert "has not run Python for 30" in str(loss)

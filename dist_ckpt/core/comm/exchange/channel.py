@@ -157,7 +157,7 @@ class Channel(Protocol):
         | Exchange | It waits until | A slow rank raises the error |
         | --- | --- | --- |
         | first of an operation | all ranks have ended their blocks | with all others |
-        | later | its own block has ended | at the end of its block, even if that succeeded |
+        | later | its own block has ended | at the end of its block, even if its block succeeded |
 
         The coordinator raises the error when the other live ranks have received the error, or after
         half of `heartbeat_timeout_s`.
@@ -174,7 +174,7 @@ class Channel(Protocol):
         """
 
     def fail_without_others(self, why: str) -> None:
-        """Make this rank's operation fail if it waits for ranks that have not entered it.
+        """End this rank's wait for ranks that have not entered the operation, with an error.
 
         Another thread calls this when these ranks will never enter; `why` is the reason.
         """

@@ -173,7 +173,7 @@ class ExchangeState:
                 name = self.detector.describe_ranks([rank])
                 message = f"{name} {loss} ({self._location_text()}). {remedy}"
                 failures[rank] = Failure("RankError", message, rank, self.phase)
-            elif (lateness := self.detector.find_lateness(rank)) and self.detector.must_log(rank):
+            elif (lateness := self.detector.find_lateness(rank)) and self.detector.log_once(rank):
                 name = self.detector.describe_ranks([rank])
                 where, limit_s = self._location_text(), self.settings.late_timeout_s
                 _log.warning("%s %s (%s); the limit is %g s", name, lateness, where, limit_s)

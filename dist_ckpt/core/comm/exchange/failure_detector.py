@@ -6,9 +6,14 @@ at the process. A rank of the same machine reads `/proc`. For another machine, a
 there reads it when it is asked, and answers through the store. If none answers, because no rank
 there runs Python, the kernel there does: it answers at the rank's liveness port.
 
-If the store does not answer, a rank closes this port, and renames the thread that orders its
-heartbeats. Other ranks read that name in `/proc`. If that thread has ended, the rank counts as cut
-off too.
+If the store does not answer, a rank closes this port, and renames its heartbeat thread. Other ranks
+read that name in `/proc`. If that thread has ended, the rank counts as cut off too.
+
+| Silence of a rank, as a share of `heartbeat_timeout_s` | What happens |
+| --- | --- |
+| `LOOK_AFTER` | ranks look at its process |
+| `PROBE_AFTER` | if no rank saw its process, this rank looks at its liveness port |
+| 1 | it is lost. If it was seen alive, it is late, and lost after `late_timeout_s` |
 """
 
 from __future__ import annotations
@@ -30,6 +35,13 @@ from dist_ckpt.settings import Settings
 
 # With more ranks, each rank polls less often, since all of them use one store.
 MAX_POLLS_PER_S = 20_000
+
+# The shares of the heartbeat timeout in the table above.
+LOOK_AFTER = 0.5
+PROBE_AFTER = 0.75
+
+# One read of the heartbeats counts at most this share of the timeout as silence.
+MAX_COUNTED = 0.25
 
 # A pause lasts this share of the time waited so far. So a wait is at most this share too long.
 OVERSHOOT = 0.15
@@ -82,8 +94,8 @@ NEXT_OPERATION_WAIT_S = 1.0
 class _LastSeen:
     """A rank's last heartbeat, None if it is not valid, and for how long it has not changed.
 
-    `state` is the last known state of its process. `looked_s` and `alive_s` are the values of
-    `silent_s` when a rank last looked at it, and when it was last seen alive, 0 if never.
+    `state` is the last known state of its process. `looked_at_s` is `silent_s` at the last look at
+    the process, `alive_at_s` at the last look that found it alive; 0 before such a look.
     `was_listening`: its liveness port has answered.
     """
 
@@ -92,8 +104,8 @@ class _LastSeen:
     seen_at: float
     silent_s: float = 0.0
     state: ProcessState = "unknown"
-    looked_s: float = 0.0
-    alive_s: float = 0.0
+    looked_at_s: float = 0.0
+    alive_at_s: float = 0.0
     was_listening: bool = False
     is_logged: bool = False
 
@@ -108,8 +120,9 @@ _FACTS: Mapping[ProcessState, str] = {
 
 _FINAL: Collection[ProcessState] = ("ended", "ending", "cut off", "closed")
 
-# Who reads /proc knows more than the port shows: it is open in a process that dumps core.
-_SEEN_LAST: Collection[ProcessState] = ("ended", "ending", "cut off", "blocked")
+# These states come from /proc, and the port must not replace them: it is still open in a process
+# that dumps core.
+_STATES_FROM_PROC: Collection[ProcessState] = ("ended", "ending", "cut off", "blocked")
 
 
 class ProcessWitness:
@@ -188,7 +201,7 @@ class FailureDetector:
         self._heartbeat_timeout_s = settings.heartbeat_timeout_s
         self._late_timeout_s = settings.late_timeout_s
         self._grace_s = min(NEXT_OPERATION_WAIT_S, settings.heartbeat_timeout_s / 4)
-        self._max_counted_s = settings.heartbeat_timeout_s / 4  # of silence that one look may count
+        self._max_counted_s = MAX_COUNTED * settings.heartbeat_timeout_s
         self._last_seen: dict[int, _LastSeen] = {}
 
     def read_heartbeats(self, ranks: Sequence[int]) -> None:
@@ -208,11 +221,12 @@ class FailureDetector:
         self._look_at_ports(ranks)
 
     def _look_at_processes(self, ranks: Sequence[int]) -> None:
-        """Look at the processes of ranks that have been silent for half of the timeout."""
+        """Look at the processes of ranks that have been silent for `LOOK_AFTER` of the timeout."""
+        look_after_s = LOOK_AFTER * self._heartbeat_timeout_s
         by_machine: defaultdict[str, dict[tuple[int, int, int], _LastSeen]] = defaultdict(dict)
         for rank in ranks:
             last = self._last_seen.get(rank)
-            if last is None or last.beat is None or last.silent_s < self._heartbeat_timeout_s / 2:
+            if last is None or last.beat is None or last.silent_s < look_after_s:
                 continue
             if (process := last.beat.process) is not None:
                 key = process.pid, process.started, last.beat.thread
@@ -224,9 +238,9 @@ class FailureDetector:
                 states = self._ask_witness(machine, silent)
             for found, state in states:
                 if (last := silent.get(found)) is not None and state != "unknown":
-                    last.state, last.looked_s = state, last.silent_s
+                    last.state, last.looked_at_s = state, last.silent_s
                     if state in ("running", "stopped"):
-                        last.alive_s = last.silent_s
+                        last.alive_at_s = last.silent_s
 
     def _look_at_ports(self, ranks: Sequence[int]) -> None:
         """Look at the liveness ports of silent ranks if the ranks of their hosts do not answer."""
@@ -237,15 +251,16 @@ class FailureDetector:
             if last is None or last.beat is None or not last.beat.address:
                 continue
             # The ranks of its machine have had time to answer.
-            is_unseen = last.silent_s - last.looked_s >= timeout_s / 2
-            if is_unseen and last.silent_s >= 0.75 * timeout_s and last.state not in _SEEN_LAST:
+            is_unseen = last.silent_s - last.looked_at_s >= LOOK_AFTER * timeout_s
+            is_due = is_unseen and last.silent_s >= PROBE_AFTER * timeout_s
+            if is_due and last.state not in _STATES_FROM_PROC:
                 unseen[last.beat.address] = last
-        oldest = sorted(unseen, key=lambda address: unseen[address].alive_s)
+        oldest = sorted(unseen, key=lambda address: unseen[address].alive_at_s)
         for address, is_listening in _find_listening(oldest).items():
             last = unseen[address]
             if is_listening:
-                last.state, last.alive_s, last.was_listening = "running", last.silent_s, True
-            elif last.was_listening or not last.alive_s:
+                last.state, last.alive_at_s, last.was_listening = "running", last.silent_s, True
+            elif last.was_listening or not last.alive_at_s:
                 last.state = "closed"
 
     def _ask_witness(
@@ -320,16 +335,16 @@ class FailureDetector:
     def find_lateness(self, rank: int) -> str:
         """Return what a silent rank does, if its process was seen alive since; else ""."""
         last = self._last_seen.get(rank)
-        if last is None or last.silent_s < self._heartbeat_timeout_s or not last.alive_s:
+        if last is None or last.silent_s < self._heartbeat_timeout_s or not last.alive_at_s:
             return ""
-        is_old = last.silent_s - last.alive_s >= self._heartbeat_timeout_s
+        is_old = last.silent_s - last.alive_at_s >= self._heartbeat_timeout_s
         if is_old or last.state in _FINAL:
             return ""
         state = "is stopped, and" if last.state == "stopped" else "is alive, but"
         return f"{state} has not run Python for {last.silent_s:.0f} s"
 
-    def must_log(self, rank: int) -> bool:
-        """Return True once for each time that a rank is late."""
+    def log_once(self, rank: int) -> bool:
+        """Record that a late rank is logged. Return True the first time that it is late."""
         last = self._last_seen[rank]
         is_new, last.is_logged = not last.is_logged, True
         return is_new

@@ -198,9 +198,10 @@ def _keep_beating(
     period_s: float,
     patience_s: float,
 ) -> None:
-    """Order heartbeats until `ended`. Show when the store does not answer for `patience_s`.
+    """Request heartbeats until `ended`. Show when the store does not answer for `patience_s`.
 
-    Whoever holds the interpreter's lock, or is stopped, shows nothing: this is a thread of Python.
+    This thread shows nothing while other code has the interpreter's lock, or the process is
+    stopped.
     """
     heartbeat.thread = threading.get_native_id()
     with closing(LivenessPort(_other_hosts())) as port:
