@@ -187,9 +187,9 @@ def claim(
 ) -> Claim:
     """Begin an attempt at `path`. Coordinator only.
 
-    On return the attempt's folder is durable, and lower open attempts are abandoned. The claim has
-    tried a rename onto an existing file here, which failed as it must. After an error, the claim is
-    undone as far as the storage allows.
+    On return the attempt's folder is durable, and lower open attempts are abandoned. A rename
+    onto an existing file has been tried here and has failed, as a commit needs it. After an error,
+    the claim is undone as far as the storage allows.
 
     Raises ExistsError if the path is a linked step, or has files of another program. Also raises
     ExistsError for a checkpoint there without `overwrite`, or a protected checkpoint without
@@ -287,8 +287,9 @@ def _abandon_lower_rivals(
 ) -> None:
     """List the attempts again: give way to a higher one, abandon lower open ones.
 
-    If several savers claim at the same time, only the highest continues. Each saver creates its
-    folder before it lists the others. So of two savers, at least the later one finds the other.
+    If several jobs claim at the same time, only the highest attempt continues. Each claimant
+    creates its folder before it lists the others. So of two claimants, at least the later one finds
+    the other.
     """
     rivals = [other for other in list_attempts(storage, path) if other != attempt]
     for other in rivals:
@@ -485,7 +486,7 @@ def _conflict(
         cause = f"abandoned by {document.by}: {document.reason}"
     else:
         later = [other for other in list_attempts(storage, path) if other > attempt]
-        cause = "removed by a collector or a delete"
+        cause = "removed by `gc` or a delete"
         if later:
             cause = (
                 f"removed, and {later[-1]} claimed {describe_claimant(storage, path, later[-1])}"

@@ -1,8 +1,8 @@
 """Remove attempts: rename the folder to trash, make that durable, then delete the files.
 
 Trash is not an attempt any more. A process that still uses the old name gets "not found". An open
-attempt is abandoned before it is removed, except by the saver that claimed it. Files that dist_ckpt
-did not write are never touched.
+attempt is abandoned before it is removed, except by the process that claimed it. Files that
+dist_ckpt did not write are never touched.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def remove_superseded(
     The save has succeeded, so an error of the storage is only logged: the next save to this path,
     or `gc`, removes the remaining attempts.
     """
-    by = f"the saver of {attempt}"
+    by = f"the save of {attempt}"
     try:
         entries = list_attempt_entries(storage, path)
         below = sorted(other for other in parse_attempts(entries) if other < attempt)
@@ -185,7 +185,7 @@ def remove_garbage(storage: Storage, path: str, *, grace_s: float) -> tuple[str,
             names.append(name)
     reason = f"nothing was written in it for more than {grace_s:g} seconds"
     for attempt, state in attempts:
-        if state != "open" or try_abandon(storage, path, attempt, by="a collector", reason=reason):
+        if state != "open" or try_abandon(storage, path, attempt, by="`gc`", reason=reason):
             remove(storage, path, attempt)
             names.append(attempt.name)
     return tuple(names)
@@ -335,7 +335,7 @@ def read_storage_clock(storage: Storage, path: str) -> float:
             storage.make_folder(f"{path}/{name}")
         times = [entry.modified_at for entry in storage.list(path) if entry.name == name]
         storage.remove(f"{path}/{name}")
-    except FileNotFoundError:  # another collector is at work
+    except FileNotFoundError:  # another process removes garbage too
         times = []
     return max(times, default=0.0)
 

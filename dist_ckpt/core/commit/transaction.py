@@ -183,8 +183,8 @@ class Transaction:
     ) -> Attempt:
         """Claim an attempt at `path`. Coordinator only, inside an exchange with other ranks.
 
-        The claim creates the first file. So add a new check before the claim. The exception is
-        `check_room`, because the claim first removes unfinished saves at `path`. Raises the errors
+        The claim creates the first file. So add a new check before the claim. Only `check_room`
+        comes after it, because the claim removes unfinished saves at `path`. Raises the errors
         of `commit_protocol.claim`, and StorageError if `nbytes` do not fit.
         """
         self.storage, self._path = storage, path

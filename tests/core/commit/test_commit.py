@@ -325,7 +325,7 @@ def test_a_commit_into_an_attempt_that_is_gone_is_a_conflict():
     storage = MemoryStorage()
     claim = claimed(storage)
     removal.remove(storage, PATH, claim.attempt)
-    with pytest.raises(ConflictError, match="removed by a collector or a delete"):
+    with pytest.raises(ConflictError, match="removed by `gc` or a delete"):
         commit_protocol.commit(storage, claim, index_of(claim.attempt, 1, 1))
 
 

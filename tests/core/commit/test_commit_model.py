@@ -345,7 +345,7 @@ def no_abandon_before_collecting(patch: pytest.MonkeyPatch) -> None:
     real = attempts.try_abandon
 
     def abandon(storage: Storage, path: str, attempt: Attempt, *, by: str, reason: str) -> bool:
-        return by == "a collector" or real(storage, path, attempt, by=by, reason=reason)
+        return by == "`gc`" or real(storage, path, attempt, by=by, reason=reason)
 
     patch.setattr(removal, "try_abandon", abandon)
 
