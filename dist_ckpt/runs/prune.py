@@ -135,21 +135,21 @@ _IN_PROGRESS = (
 
 
 def _remove_annotations(
-    subject: CheckpointRef, annotations: Sequence[StoredAnnotation], paths: Sequence[str]
+    ref: CheckpointRef, annotations: Sequence[StoredAnnotation], paths: Sequence[str]
 ) -> None:
     """Remove the annotations of a removed checkpoint.
 
     If one of the `paths` has a copy of it, remove only the deletion intents.
     """
-    storage, (_, attempt) = subject.storage, subject.key
+    storage, (_, attempt) = ref.storage, ref.key
     if not any(_may_have(storage, path, attempt) for path in paths):
-        waits = removal.awaits_readers(storage, subject.path)
-        remove_annotations(storage, subject.root, subject.key, annotations, keep_intents=waits)
+        waits = removal.awaits_readers(storage, ref.path)
+        remove_annotations(storage, ref.root, ref.key, annotations, keep_intents=waits)
         return
-    name = subject.path.rpartition("/")[2]
-    for annotation in subject.annotations():
+    name = ref.path.rpartition("/")[2]
+    for annotation in ref.annotations():
         if annotation.name.kind == DELETION_INTENT and name in annotation.values.values():
-            subject.withdraw(annotation.name)
+            ref.withdraw(annotation.name)
 
 
 def _may_have(storage: Storage, path: str, attempt: Attempt) -> bool:
@@ -479,9 +479,9 @@ def _remove(
     existing = attempts.list_attempts(storage, path)
     if attempt in existing and existing != [attempt]:
         return (_IN_PROGRESS,)
-    subject = CheckpointRef(storage, root, path, info.where)
+    ref = CheckpointRef(storage, root, path, info.where)
     reasons = remove_if_unprotected(
-        subject,
+        ref,
         lambda: removal.remove(storage, path, attempt),
         other_annotations=listing.annotations,
         check=check,
@@ -489,8 +489,6 @@ def _remove(
     if not reasons:
         _remove_folder(storage, root, path)
         same = [other.path for other in listing.checkpoints if other.where == info.where]
-        _remove_annotations(
-            subject, listing.annotations, [other for other in same if other != path]
-        )
+        _remove_annotations(ref, listing.annotations, [other for other in same if other != path])
         _log.info("pruned %s, step %s", path, info.step)
     return reasons

@@ -180,8 +180,8 @@ class Run:
 
         The last value of a name counts. nan and infinities are allowed; nan is never the best.
         """
-        subject = self._find_ref(which)
-        put_metrics(self._storage, subject.root, subject.key, values)
+        ref = self._find_ref(which)
+        put_metrics(self._storage, ref.root, ref.key, values)
 
     def pin(self, which: int | str, why: str | None = None) -> None:
         """Keep a checkpoint until it is unpinned, whatever the rules say; durable on return.

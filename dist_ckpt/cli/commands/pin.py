@@ -33,16 +33,16 @@ def pin(path: str, *, why: str | None, remove: bool, dry_run: bool, as_json: boo
     """
     if remove and why:
         raise click.UsageError("--why and --remove exclude each other: a removed pin has no reason")
-    subject = checkpoint_to_protect(path)
+    ref = checkpoint_to_protect(path)
     if why is None:
-        why = "" if remove else protection_protocol.pin_reason(subject)
+        why = "" if remove else protection_protocol.pin_reason(ref)
     if not dry_run:
         if remove:
-            protection_protocol.unpin(subject)
+            protection_protocol.unpin(ref)
         else:
-            protection_protocol.pin(subject, why)
-    text = f"{'would be: ' * dry_run}{'unpinned' if remove else 'pinned'} {subject.path}"
-    path, step = subject.path, subject.key[0]
+            protection_protocol.pin(ref, why)
+    text = f"{'would be: ' * dry_run}{'unpinned' if remove else 'pinned'} {ref.path}"
+    path, step = ref.path, ref.key[0]
     document = PinResult(path=path, step=step, why=why, removed=remove, dry_run=dry_run)
     output.print_result(document, text, as_json=as_json)
 

@@ -31,18 +31,18 @@ def tag(path: str, name: str, *, remove: bool, dry_run: bool, as_json: bool) -> 
     """
     if not name:
         raise click.UsageError("NAME is empty: give the name of the tag")
-    subject = checkpoint_to_protect(path)
+    ref = checkpoint_to_protect(path)
     if remove:
-        listing = list_run(subject.storage, subject.path, now=time.time())
+        listing = list_run(ref.storage, ref.path, now=time.time())
         if not any(name in checkpoint.tags for checkpoint in listing.checkpoints):
-            raise NotFoundError(f"{subject.path} does not have the tag {name!r}; see dist-ckpt ls")
+            raise NotFoundError(f"{ref.path} does not have the tag {name!r}; see dist-ckpt ls")
     if not dry_run:
         if remove:
-            protection_protocol.untag(subject, name)
+            protection_protocol.untag(ref, name)
         else:
-            protection_protocol.tag(subject, name)
+            protection_protocol.tag(ref, name)
     change = "removed from" if remove else "on"
-    text = f"{'would be: ' * dry_run}tag {name!r} {change} {subject.path}"
-    path, step = subject.path, subject.key[0]
+    text = f"{'would be: ' * dry_run}tag {name!r} {change} {ref.path}"
+    path, step = ref.path, ref.key[0]
     document = TagResult(path=path, step=step, name=name, removed=remove, dry_run=dry_run)
     output.print_result(document, text, as_json=as_json)

@@ -32,7 +32,7 @@ LEASE_S = 1800.0
 class Lease:
     """Protection of a checkpoint for `ttl_s` seconds of the storage's clock; it can be renewed."""
 
-    subject: CheckpointRef
+    ref: CheckpointRef
     ttl_s: float
     id: str = field(default_factory=new_id)
 
@@ -43,22 +43,22 @@ class Lease:
         the lease is withdrawn. StorageError if the write took longer than the lease lasts.
         """
         began = monotonic()
-        protect(self.subject, LEASE, {self.id: self.ttl_s})
+        protect(self.ref, LEASE, {self.id: self.ttl_s})
         if monotonic() - began >= self.ttl_s:
             raise StorageError(
-                f"{self.subject.path}: the lease lasts {self.ttl_s:g} s, and writing it took "
+                f"{self.ref.path}: the lease lasts {self.ttl_s:g} s, and writing it took "
                 f"longer: give a longer ttl_s"
             )
 
     def release(self) -> None:
         """End the lease. If the storage fails, the lease expires by itself."""
         with suppress(CheckpointError):
-            if self.subject.exists():
-                self.subject.put(LEASE, {self.id: 0})
+            if self.ref.exists():
+                self.ref.put(LEASE, {self.id: 0})
 
 
 @contextmanager
-def renewed_lease(subject: CheckpointRef, ttl_s: float = LEASE_S) -> Iterator[None]:
+def renewed_lease(ref: CheckpointRef, ttl_s: float = LEASE_S) -> Iterator[None]:
     """Lease a checkpoint inside the `with`. A thread renews the lease; the end releases it.
 
     If the process dies or stalls, the lease expires `ttl_s` after the last renewal, by the
@@ -66,7 +66,7 @@ def renewed_lease(subject: CheckpointRef, ttl_s: float = LEASE_S) -> Iterator[No
     about to remove it.
     """
     ttl_s = check_number("ttl_s", ttl_s, "a number of seconds above 0", LEAST_POSITIVE)
-    lease, ended = Lease(subject, ttl_s), threading.Event()
+    lease, ended = Lease(ref, ttl_s), threading.Event()
     lease.take()
     renew = partial(_renew, lease, ended)
     thread = threading.Thread(target=renew, name="dist_ckpt lease", daemon=True)
@@ -85,10 +85,10 @@ def _renew(lease: Lease, ended: threading.Event) -> None:
         try:
             lease.take()
         except (NotFoundError, StorageError) as error:
-            _log.warning("%s: the lease could not be renewed: %s", lease.subject.path, error)
+            _log.warning("%s: the lease could not be renewed: %s", lease.ref.path, error)
             # A deletion intent does not end the lease: its owner sees the lease and withdraws.
             with suppress(StorageError):
-                if isinstance(error, NotFoundError) and not lease.subject.exists():
+                if isinstance(error, NotFoundError) and not lease.ref.exists():
                     return
 
 
@@ -111,9 +111,9 @@ def leased(storage: Storage, path: str, attempt: Attempt, index: Index) -> Itera
     root = path.rpartition("/")[0] or "/"
     with ExitStack() as stack:
         if index.step is not None and can_lease(storage, root):
-            subject = CheckpointRef(storage, root, path, (index.step, attempt))
+            ref = CheckpointRef(storage, root, path, (index.step, attempt))
             try:
-                stack.enter_context(renewed_lease(subject))
+                stack.enter_context(renewed_lease(ref))
             except StorageError as error:
                 _log.warning("%s is not leased, so a prune may remove it now: %s", path, error)
         stack.enter_context(attempts.not_found_if_removed(storage, path, attempt))

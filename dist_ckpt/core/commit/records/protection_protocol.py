@@ -95,42 +95,42 @@ class CheckpointRef:
 # --- protect ---------------------------------------------------------------------------------
 
 
-def pin(subject: CheckpointRef, why: str | None) -> None:
+def pin(ref: CheckpointRef, why: str | None) -> None:
     """Protect a checkpoint until `unpin`. Durable on return. NotFoundError if it is gone.
 
     None keeps the reason of the pin that it has.
     """
-    why = pin_reason(subject) if why is None else why
+    why = pin_reason(ref) if why is None else why
     _check_text("why", why)
-    protect(subject, PIN, {"pinned": True, "why": why})
+    protect(ref, PIN, {"pinned": True, "why": why})
 
 
-def pin_reason(subject: CheckpointRef) -> str:
+def pin_reason(ref: CheckpointRef) -> str:
     """Return the reason of a checkpoint's pin; "" without a pin."""
-    return protections_of(subject.annotations(), now=0.0).pins.get(subject.key, "")
+    return protections_of(ref.annotations(), now=0.0).pins.get(ref.key, "")
 
 
-def unpin(subject: CheckpointRef) -> None:
+def unpin(ref: CheckpointRef) -> None:
     """Remove the pin of a checkpoint, if it has one."""
-    subject.put(PIN, {"pinned": False, "why": ""})
+    ref.put(PIN, {"pinned": False, "why": ""})
 
 
-def tag(subject: CheckpointRef, name: str) -> None:
+def tag(ref: CheckpointRef, name: str) -> None:
     """Give a checkpoint a tag, which protects it. If another checkpoint has the tag, move the tag.
 
     Durable on return. NotFoundError if the checkpoint is gone.
     """
     _check_text("name", name)
-    protect(subject, TAG, {name: True}, above=_highest_tag(subject))
+    protect(ref, TAG, {name: True}, above=_highest_tag(ref))
 
 
-def untag(subject: CheckpointRef, name: str) -> None:
+def untag(ref: CheckpointRef, name: str) -> None:
     """Remove a tag from the checkpoint that has it."""
-    subject.put(TAG, {name: False}, above=_highest_tag(subject))
+    ref.put(TAG, {name: False}, above=_highest_tag(ref))
 
 
-def _highest_tag(subject: CheckpointRef) -> int:
-    names = [annotation.name for annotation in read_annotations(subject.storage, subject.root)]
+def _highest_tag(ref: CheckpointRef) -> int:
+    names = [annotation.name for annotation in read_annotations(ref.storage, ref.root)]
     return max((name.number for name in names if name.kind == TAG), default=0)
 
 
@@ -139,30 +139,28 @@ def _check_text(name: str, text: str) -> None:
         raise ValueError(f"{name}={text!r} is not valid UTF-8: give another text")
 
 
-def protect(
-    subject: CheckpointRef, kind: str, values: Mapping[str, Scalar], *, above: int = 0
-) -> None:
+def protect(ref: CheckpointRef, kind: str, values: Mapping[str, Scalar], *, above: int = 0) -> None:
     """Write a pin, tag or lease. Withdraw it after an error.
 
     NotFoundError if the checkpoint is removed, or another process is about to remove it.
     """
-    name = subject.put(kind, values, above=above)
+    name = ref.put(kind, values, above=above)
     try:
-        _check_protected(subject, name)
+        _check_protected(ref, name)
     except BaseException:
-        subject.withdraw(name)
+        ref.withdraw(name)
         raise
 
 
-def _check_protected(subject: CheckpointRef, name: AnnotationName) -> None:
+def _check_protected(ref: CheckpointRef, name: AnnotationName) -> None:
     """Raise NotFoundError for a deletion intent or a removed checkpoint. Look in that order."""
-    annotations = subject.annotations()
+    annotations = ref.annotations()
     written = [annotation for annotation in annotations if annotation.name == name]
     now = written[0].modified_at if written else 0.0
     for owner in deletion_intents_of(annotations, now):
-        raise NotFoundError(f"{subject.path} is about to be removed by {owner}: choose another")
-    if not written or not subject.exists():
-        raise NotFoundError(f"{subject.path}: {subject.key[1]} was removed: choose another")
+        raise NotFoundError(f"{ref.path} is about to be removed by {owner}: choose another")
+    if not written or not ref.exists():
+        raise NotFoundError(f"{ref.path}: {ref.key[1]} was removed: choose another")
 
 
 def protections_at(
@@ -219,7 +217,7 @@ def refuse_protected(path: str, protections: Mapping[Attempt, tuple[str, ...]]) 
 
 
 def remove_if_unprotected(
-    subject: CheckpointRef,
+    ref: CheckpointRef,
     remove: Callable[[], None],
     *,
     other_annotations: Iterable[StoredAnnotation] = (),
@@ -236,44 +234,44 @@ def remove_if_unprotected(
     stays: nobody protects the checkpoint meanwhile, and a later prune can complete the removal.
     """
     began = monotonic()
-    intent = _put_intent(subject)
+    intent = _put_intent(ref)
     try:
-        protections = () if force else _find_protections(subject, other_annotations, intent)
+        protections = () if force else _find_protections(ref, other_annotations, intent)
         if not protections:
             check()
         if not protections and monotonic() - began > DELETION_INTENT_S / 2:
             protections = ("its removal took so long that another process may have a lease by now",)
     except BaseException:
-        subject.withdraw(intent)
+        ref.withdraw(intent)
         raise
     if protections:
-        subject.withdraw(intent)
+        ref.withdraw(intent)
         return protections
     try:
         remove()
     except BaseException as error:
         if (call := _find_unanswered_call(error)) is not None:
-            keep = partial(_keep_until_answered, subject, intent, call)
+            keep = partial(_keep_until_answered, ref, intent, call)
             threading.Thread(target=keep, name="dist_ckpt removal", daemon=True).start()
         elif _is_answered(error):
-            _withdraw_if_there(subject, intent)
+            _withdraw_if_there(ref, intent)
         raise
     return ()
 
 
-def _put_intent(subject: CheckpointRef) -> AnnotationName:
+def _put_intent(ref: CheckpointRef) -> AnnotationName:
     """Write a deletion intent. On a full disk, first remove the save times of the checkpoint."""
-    values = {new_id(): subject.path.rpartition("/")[2]}
+    values = {new_id(): ref.path.rpartition("/")[2]}
     try:
-        return subject.put(DELETION_INTENT, values)
+        return ref.put(DELETION_INTENT, values)
     except StorageError as error:
         if not is_for_want_of_room(error):
             raise
-        names = [annotation.name for annotation in subject.annotations()]
+        names = [annotation.name for annotation in ref.annotations()]
         for name in names:
             if name.kind == SAVED:
-                subject.withdraw(name)
-        return subject.put(DELETION_INTENT, values)
+                ref.withdraw(name)
+        return ref.put(DELETION_INTENT, values)
 
 
 def is_for_want_of_room(error: BaseException) -> bool:
@@ -312,32 +310,32 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-def _keep_until_answered(subject: CheckpointRef, intent: AnnotationName, call: Future[Any]) -> None:
+def _keep_until_answered(ref: CheckpointRef, intent: AnnotationName, call: Future[Any]) -> None:
     """Renew a deletion intent until the call has an answer; withdraw it if nothing was removed."""
     while not wait((call,), timeout=DELETION_INTENT_S / 4).done:
         with suppress(CheckpointError):
-            newer = _put_intent(subject)
-            subject.withdraw(intent)
+            newer = _put_intent(ref)
+            ref.withdraw(intent)
             intent = newer
-    _withdraw_if_there(subject, intent)
+    _withdraw_if_there(ref, intent)
 
 
-def _withdraw_if_there(subject: CheckpointRef, intent: AnnotationName) -> None:
+def _withdraw_if_there(ref: CheckpointRef, intent: AnnotationName) -> None:
     with suppress(CheckpointError):
-        if subject.exists():
-            subject.withdraw(intent)
+        if ref.exists():
+            ref.withdraw(intent)
 
 
 def _find_protections(
-    subject: CheckpointRef, other_annotations: Iterable[StoredAnnotation], intent: AnnotationName
+    ref: CheckpointRef, other_annotations: Iterable[StoredAnnotation], intent: AnnotationName
 ) -> tuple[str, ...]:
-    annotations = subject.annotations()
+    annotations = ref.annotations()
     # The intent was written just now, so its time is the current time. If it is missing, another
     # process has removed the checkpoint and its annotations.
     times = [annotation.modified_at for annotation in annotations if annotation.name == intent]
     now = max(times, default=0.0)
-    of_others = [other for other in other_annotations if (other.step, other.attempt) != subject.key]
-    return protections_of([*of_others, *annotations], now).of(subject.key)
+    of_others = [other for other in other_annotations if (other.step, other.attempt) != ref.key]
+    return protections_of([*of_others, *annotations], now).of(ref.key)
 
 
 def remove_annotations(
