@@ -115,8 +115,8 @@ class MaintenanceThread:
         raises its errors.
         """
         newest = self._newest_saved if self._newest_saved >= step else step
-        if (where := self._saved.get(step) or self._saved.get(newest)) is not None:
-            return where
+        if (key := self._saved.get(step) or self._saved.get(newest)) is not None:
+            return key
         if self._failed is not None and self._failed[0] >= step:
             return self._failed[1]
         # A step that was restored from memory may be saved now.
@@ -269,8 +269,8 @@ class MaintenanceThread:
             due = {step: self._metrics.pop(step) for step in settled if step not in waiting}
         for step, values in due.items():
             try:
-                if (where := self._saved.get(step) or self._find_restorable(step)) is not None:
-                    put_metrics(self._storage, self._root, where, values)
+                if (key := self._saved.get(step) or self._find_restorable(step)) is not None:
+                    put_metrics(self._storage, self._root, key, values)
             except CheckpointError as error:
                 _log.warning("the metrics of step %d are lost: %s", step, error)
 

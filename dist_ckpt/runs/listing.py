@@ -194,21 +194,21 @@ def list_run(
     checks, num_folders = newest_checks(annotations), Counter(info.where for info in infos)
 
     def annotated(info: RunCheckpoint) -> RunCheckpoint:
-        if (where := info.where) is None:
+        if (key := info.where) is None:
             return info
         # A result does not say which folder it is about, if another has a plain copy of its files.
-        check = checks.get(where) if num_folders[where] == 1 else None
+        check = checks.get(key) if num_folders[key] == 1 else None
         damage = (check and check.damage) or None
         return replace(
             info,
-            metrics=metrics.get(where, {}),
-            tags=tuple(protections.tags.get(where, ())),
-            pin=protections.pins.get(where),
-            leases=tuple(protections.leases.get(where, ())),
-            protected_by=protections.of(where),
+            metrics=metrics.get(key, {}),
+            tags=tuple(protections.tags.get(key, ())),
+            pin=protections.pins.get(key),
+            leases=tuple(protections.leases.get(key, ())),
+            protected_by=protections.of(key),
             is_verified=check is not None and damage is None,
             damage=damage,
-            is_orphaned=history.is_orphaned(*where),
+            is_orphaned=history.is_orphaned(*key),
         )
 
     infos = sorted(map(annotated, infos), key=lambda info: (info.where or _BEFORE_STEPS, info.name))

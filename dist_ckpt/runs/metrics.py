@@ -53,9 +53,9 @@ def metrics_by_checkpoint(
 ) -> Mapping[CheckpointKey, Mapping[str, float]]:
     """Return the newest metrics of each checkpoint. Pure."""
     metrics: dict[CheckpointKey, dict[str, float]] = defaultdict(dict)
-    for (where, name), (value, _) in newest_values(annotations, METRICS).items():
+    for (key, name), (value, _) in newest_values(annotations, METRICS).items():
         if (number := _parse_number(value)) is not None:
-            metrics[where][name] = number
+            metrics[key][name] = number
     return metrics
 
 
@@ -65,7 +65,7 @@ def is_speed(metric: str) -> bool:
 
 
 def put_metrics(
-    storage: Storage, root: str, where: CheckpointKey, values: Mapping[str, float]
+    storage: Storage, root: str, key: CheckpointKey, values: Mapping[str, float]
 ) -> None:
     """Add metrics to a checkpoint; durable on return. The last value of a name counts.
 
@@ -73,10 +73,10 @@ def put_metrics(
     """
     numbers = parse_metrics(values)
     as_json = {name: of if isfinite(of) else str(of) for name, of in numbers.items()}
-    put_annotation(storage, root, new_annotation(*where, METRICS, as_json))
+    put_annotation(storage, root, new_annotation(*key, METRICS, as_json))
 
 
-def put_saved(storage: Storage, root: str, where: CheckpointKey, report: SaveReport) -> None:
+def put_saved(storage: Storage, root: str, key: CheckpointKey, report: SaveReport) -> None:
     """Record the duration of a save of a run; durable on return."""
     # The training waits for all phases of a foreground save.
     stalling = _STALLING if "stage" in report.seconds else report.seconds.keys()
@@ -86,23 +86,23 @@ def put_saved(storage: Storage, root: str, where: CheckpointKey, report: SaveRep
     stalled_s = sum(report.seconds[phase] for phase in stalling & report.seconds.keys())
     values |= {_STALLED: round(stalled_s, 4), _SLOWEST: round(report.slowest_s, 4)}
     values[_SLOWEST_RANK] = report.slowest_rank
-    put_annotation(storage, root, new_annotation(*where, SAVED, values))
+    put_annotation(storage, root, new_annotation(*key, SAVED, values))
 
 
 def save_times(annotations: Iterable[StoredAnnotation]) -> dict[CheckpointKey, SaveTimes]:
     """Return the durations of saves, for the checkpoints that have this annotation. Pure."""
     values: dict[CheckpointKey, dict[str, float]] = defaultdict(dict)
-    for (where, name), (value, _) in newest_values(annotations, SAVED).items():
+    for (key, name), (value, _) in newest_values(annotations, SAVED).items():
         number = _parse_number(value)
         if number is not None and isfinite(number) and number >= 0:
-            values[where][name] = number
+            values[key][name] = number
     times = {}
-    for where, saved in values.items():
+    for key, saved in values.items():
         stalled_s, slowest_s = saved.pop(_STALLED, None), saved.pop(_SLOWEST, None)
         rank = saved.get(_SLOWEST_RANK)
         phases = [name for name in saved if name.endswith("_s")]
         seconds = {name.removesuffix("_s").replace("_", " "): saved[name] for name in phases}
-        times[where] = SaveTimes(seconds, stalled_s, None if rank is None else int(rank), slowest_s)
+        times[key] = SaveTimes(seconds, stalled_s, None if rank is None else int(rank), slowest_s)
     return times
 
 

@@ -75,14 +75,14 @@ def delete_at(storage: Storage, path: str, *, force: bool) -> None:
         return
     statuses = removal.check_deletable(storage, path)
     annotations = read_annotations(storage, root)
-    where = _find_key(storage, path)
+    key = _find_key(storage, path)
     deleted = [status.attempt for status in statuses]
     if not force:
         check_unprotected(storage, path, deleted, clock=removal.read_storage_clock)
-    if where is None:
+    if key is None:
         removal.delete(storage, path)
     elif late := remove_if_unprotected(
-        CheckpointRef(storage, root, path, where),
+        CheckpointRef(storage, root, path, key),
         lambda: removal.delete(storage, path),
         other_annotations=annotations,
         force=force,
@@ -193,14 +193,14 @@ def finish_removals(storage: Storage, root: str, annotations: Sequence[StoredAnn
     # The target of a linked step may be away for a time.
     linked = _list_linked_steps(storage, root)
     gone = {
-        where: stored
-        for where, stored in by_checkpoint.items()
-        if where[1] not in existing and where[0] not in linked
+        key: stored
+        for key, stored in by_checkpoint.items()
+        if key[1] not in existing and key[0] not in linked
     }
     if not gone:
         return
     now = removal.read_storage_clock(storage, root)
-    for where, stored in sorted(gone.items()):
+    for key, stored in sorted(gone.items()):
         intended = {
             value
             for annotation in stored
@@ -214,7 +214,7 @@ def finish_removals(storage: Storage, root: str, annotations: Sequence[StoredAnn
         if any(removal.awaits_readers(storage, path) for path in paths):
             continue
         if intended or now - max(annotation.modified_at for annotation in stored) > GONE_S:
-            remove_annotations(storage, root, where, annotations)
+            remove_annotations(storage, root, key, annotations)
 
 
 _log = logging.getLogger("dist_ckpt")

@@ -86,21 +86,19 @@ class Run:
         listing = self._list()
         alive = {info.where: info for info in listing.usable}
         metrics = metrics_by_checkpoint(listing.annotations)
-        values = {where: of[metric] for where, of in metrics.items() if metric in of}
+        values = {key: of[metric] for key, of in metrics.items() if metric in of}
         history = read_history(self._storage, listing.root, with_old=bool(listing.old_folders))
 
-        def counts(where: CheckpointKey) -> bool:
-            if where in alive:
+        def counts(key: CheckpointKey) -> bool:
+            if key in alive:
                 return True
-            is_replaced = any(other and other[0] == where[0] and other > where for other in alive)
-            return not (is_replaced or history.is_orphaned(*where))
+            is_replaced = any(other and other[0] == key[0] and other > key for other in alive)
+            return not (is_replaced or history.is_orphaned(*key))
 
-        candidates = [
-            where for where, value in values.items() if not isnan(value) and counts(where)
-        ]
+        candidates = [key for key, value in values.items() if not isnan(value) and counts(key)]
         if not candidates:
             return None
-        candidates.sort(key=lambda where: (sign * values[where], where not in alive, where))
+        candidates.sort(key=lambda key: (sign * values[key], key not in alive, key))
         best = candidates[0]
         if best not in alive:
             raise NotFoundError(

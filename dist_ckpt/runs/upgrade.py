@@ -213,9 +213,7 @@ def _find_live_jobs(
     ]
     leases = protections_of(annotations, now).leases
     return jobs + [
-        f"{owner} has a lease on step {where[0]}"
-        for where in sorted(leases)
-        for owner in leases[where]
+        f"{owner} has a lease on step {key[0]}" for key in sorted(leases) for owner in leases[key]
     ]
 
 

@@ -290,7 +290,7 @@ def _summarize_times(
 ) -> dict[str, Json]:
     """Return the seconds that training waited for saves, and the slowest ranks."""
     timed = {info.where: times[info.where] for info in shown if info.where and info.where in times}
-    stalls = {where: of.stalled_s for where, of in timed.items() if of.stalled_s is not None}
+    stalls = {key: of.stalled_s for key, of in timed.items() if of.stalled_s is not None}
     longest = max(stalls, key=stalls.__getitem__, default=None)
     slowest = Counter(of.slowest_rank for of in timed.values() if of.slowest_rank is not None)
     ordered = sorted(slowest.items(), key=lambda item: (-item[1], item[0]))

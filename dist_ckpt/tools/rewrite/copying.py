@@ -102,10 +102,10 @@ def _copy_metrics(source: OpenCheckpoint, path: str, attempt: Attempt) -> None:
 
 
 def _read_metrics(
-    storage: Storage, root: str, where: CheckpointKey, *, with_old: bool = False
+    storage: Storage, root: str, key: CheckpointKey, *, with_old: bool = False
 ) -> Mapping[str, float]:
-    annotations = read_annotations_of(storage, root, *where, with_old=with_old)
-    return metrics_by_checkpoint(annotations).get(where, {})
+    annotations = read_annotations_of(storage, root, *key, with_old=with_old)
+    return metrics_by_checkpoint(annotations).get(key, {})
 
 
 def _file_sizes(index: Index) -> dict[str, int]:
@@ -196,9 +196,9 @@ def plan_backup_at(storage: Storage, path: str, *, overwrite: bool) -> WritePlan
                 storage.sync(made)
             if index.step is not None:
                 metrics = _read_metrics(storage, root, (index.step, source.attempt))
-                where = (index.step, attempt)
-                if metrics and metrics != _read_metrics(storage, folder, where):
-                    put_metrics(storage, folder, where, metrics)
+                key = (index.step, attempt)
+                if metrics and metrics != _read_metrics(storage, folder, key):
+                    put_metrics(storage, folder, key, metrics)
         return target
 
     if _find_same_backup(storage, target, index) is not None:
