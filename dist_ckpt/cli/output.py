@@ -34,7 +34,14 @@ from dist_ckpt.tools.new_files import Result, WritePlan
 
 _CellValue = TypeVar("_CellValue")
 
-FINE, FINDING, USAGE, NOT_FOUND, INCOMPATIBLE, IO_ERROR, REFUSED = range(7)
+# The exit codes, as in `docs/command-line.md`.
+FINE = 0
+PROBLEM_FOUND = 1
+USAGE = 2
+NOT_FOUND = 3
+INCOMPATIBLE = 4
+IO_ERROR = 5
+REFUSED = 6
 INTERRUPTED = 130
 STOPPED = 143
 
@@ -76,7 +83,7 @@ def exit_code(error: Exception) -> int:
         case IncompatibleError():
             return INCOMPATIBLE
         case CorruptError():
-            return FINDING
+            return PROBLEM_FOUND
         case ValueError() | TypeError() | ImportError():
             return USAGE
     return IO_ERROR

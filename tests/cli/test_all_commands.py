@@ -138,7 +138,7 @@ def test_damage_is_a_finding(name: str, root: Path, tmp_path: Path, run: Run) ->
         file.write_bytes(data)
     given = words(name, root / "s1", tmp_path / "new")
     code, told, errors = run(*given, *(["--values"] if name == "diff" else []))
-    assert code == output.FINDING
+    assert code == output.PROBLEM_FOUND
     assert "model.w" in told + errors or "model.b" in told + errors
 
 
@@ -257,10 +257,10 @@ def test_every_command_with_json_has_a_schema() -> None:
 
 def test_exit_codes_follow_what_was_found(root: Path, run: Run) -> None:
     assert run("stats", f"{root}@1")[0] == 0
-    assert run("stats", f"{root}@2")[0] == output.FINDING
+    assert run("stats", f"{root}@2")[0] == output.PROBLEM_FOUND
     assert run("stats", f"{root}@2", "--exclude", "model.w")[0] == 0
     assert run("diff", f"{root}@1", f"{root}@1", "--values")[0] == 0
-    assert run("diff", f"{root}@1", f"{root}@2")[0] == output.FINDING
+    assert run("diff", f"{root}@1", f"{root}@2")[0] == output.PROBLEM_FOUND
     assert run("tensors", f"{root}@1", "-g", "nothing")[0] == output.USAGE
     assert run("diff", f"{root}@1", f"{root}@1", "--rtol", 1)[0] == output.USAGE
 

@@ -22,7 +22,7 @@ ROWS = re.findall(r"^\| (`[^|]+) \|[^|]+\| `dist-ckpt ([^`]+)` \|$", PAGE, flags
 BLOCKS = re.findall(r"^dist-ckpt (.+)$", PAGE, flags=re.M)
 
 # Two runs differ; a job that nobody runs does not answer.
-FOUND = {"diff": output.FINDING, "request-save": output.REFUSED}
+FOUND = {"diff": output.PROBLEM_FOUND, "request-save": output.REFUSED}
 # These would wait.
 ENDS = {"watch": ["--once"], "request-save": ["--timeout", "0"]}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dist_ckpt as dc
-from dist_ckpt.cli.output import FINDING, FINE
+from dist_ckpt.cli.output import FINE, PROBLEM_FOUND
 
 NOTHING = "nothing differs; step, metadata, attached files and per-rank values are not compared\n"
 
@@ -25,7 +25,7 @@ def pair(tmp_path):
 def test_other_weights_are_found_by_their_digests(run, pair):
     code, out, _ = run("diff", *pair)
     names = ", ".join(f"w{number:02}" for number in range(1, 21))
-    assert code == FINDING
+    assert code == PROBLEM_FOUND
     assert out.splitlines() == [
         "epoch: 1.0 -> 2.0",
         f"the values of 29 of 30 tensors differ: {names}, and 9 more; --values shows by how much",
@@ -39,7 +39,7 @@ def test_what_was_not_compared_is_never_called_equal(run, pair, tmp_path):
     dc.reshard(pair[0], tmp_path / "wide", world_size=2)
     code, out, _ = run("diff", pair[0], tmp_path / "wide")
     why = "not compared (cut differently, or without digests)"
-    assert (code, out) == (FINDING, f"30 of 30 tensors {why}: --values compares them\n")
+    assert (code, out) == (PROBLEM_FOUND, f"30 of 30 tensors {why}: --values compares them\n")
     document = json.loads(run("diff", pair[0], tmp_path / "wide", "--json")[1])
     assert len(document["not_compared"]) == document["num_tensors"] == 30
     assert run("diff", pair[0], tmp_path / "wide", "--values") == (FINE, NOTHING, "")

@@ -105,7 +105,7 @@ def test_prune_takes_checkpoints_of_a_dry_run_alone(root, among):
 def test_damaged_ones_stay_unless_they_are_named(run, root):
     for file in root.glob("s[34]/a*/objects.msgpack"):
         file.write_bytes(file.read_bytes()[:-1])
-    assert run("verify", root)[0] == output.FINDING
+    assert run("verify", root)[0] == output.PROBLEM_FOUND
     code, out, _ = run("prune", root, "--keep", "last(1)", "--yes", "--explain")
     assert (code, steps(root)) == (0, [2, 3, 4])
     assert "kept  s4  it is damaged, but its good parts may repair another one: remove" in out

@@ -39,7 +39,7 @@ def diff(a: str, b: str, *, as_json: bool, **options: Any) -> None:
     with output.progress("diff") as update:
         difference = differ(a, b, **options, progress=update)
     is_equal = difference.same and not difference.not_compared
-    with output.exit_with(output.FINE if is_equal else output.FINDING):
+    with output.exit_with(output.FINE if is_equal else output.PROBLEM_FOUND):
         if as_json:
             parts = {part: _pairs(getattr(difference, part)) for part in _PAIRS}
             output.print_json(extend(difference, DiffResult, **parts))

@@ -62,7 +62,7 @@ def estimate(
     costs = compute_at(rate=rate)
     if measure:
         costs = compute_at(rate=measure_rate(costs.folder))
-    with output.exit_with(output.FINE if costs.fits else output.FINDING):
+    with output.exit_with(output.FINE if costs.fits else output.PROBLEM_FOUND):
         if as_json:
             output.print_json(convert(costs, EstimateResult))
         else:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
 
 import click
 
@@ -17,8 +19,29 @@ from dist_ckpt.message_text import format_count, format_size, listed
 from dist_ckpt.runs.listing import RunCheckpoint, checkpoints, is_run_folder
 from dist_ckpt.runs.selectors import resolve
 
-# So many columns are always shown. The other columns are shown if they are not empty.
-_NUM_FIXED_COLUMNS = 7
+
+class _Column(NamedTuple):
+    """A column of the table. An optional one is shown if any of its cells has text."""
+
+    head: str
+    cell: Callable[[RunCheckpoint], str]
+    is_number: bool = False
+    is_optional: bool = False
+
+
+def _columns(now: float) -> tuple[_Column, ...]:
+    cell = output.cell
+    return (
+        _Column("NAME", lambda row: row.name),
+        _Column("STEP", lambda row: cell(row.step), is_number=True),
+        _Column("STATE", lambda row: row.state),
+        _Column("SIZE", lambda row: cell(row.nbytes, format_size), is_number=True),
+        _Column("RANKS", lambda row: cell(row.world_size), is_number=True),
+        _Column("TENSORS", lambda row: cell(row.num_tensors), is_number=True),
+        _Column("AGE", lambda row: cell(row.saved_at, partial(_age, now)), is_number=True),
+        _Column("METRICS", lambda row: output.metrics_cell(row.metrics), is_optional=True),
+        _Column("NOTES", lambda row: "; ".join(_notes(row)), is_optional=True),
+    )
 
 
 @click.command()
@@ -53,27 +76,15 @@ def _print_table(path: str, listing: Sequence[RunCheckpoint], below: Sequence[st
         hint = f", but in {listed(below)}: list one of them" if below else ""
         click.echo(output.printable(f"no checkpoints in {path}{hint}"))
         return
-    now = time.time()
-    cells = [
-        (
-            checkpoint.name,
-            output.cell(checkpoint.step),
-            checkpoint.state,
-            output.cell(checkpoint.nbytes, format_size),
-            output.cell(checkpoint.world_size),
-            output.cell(checkpoint.num_tensors),
-            output.cell(checkpoint.saved_at, lambda at: output.format_duration(now - at)),
-            output.metrics_cell(checkpoint.metrics),
-            "; ".join(_notes(checkpoint)),
-        )
-        for checkpoint in listing
+    columns = [
+        column
+        for column in _columns(time.time())
+        if not column.is_optional or any(map(column.cell, listing))
     ]
-    heads = ("NAME", "STEP", "STATE", "SIZE", "RANKS", "TENSORS", "AGE", "METRICS", "NOTES")
-    shown = [i for i in range(len(heads)) if i < _NUM_FIXED_COLUMNS or any(row[i] for row in cells)]
     output.print_table(
-        [heads[i] for i in shown],
-        [[row[i] for i in shown] for row in cells],
-        right=frozenset({1, 3, 4, 5, 6}),
+        [column.head for column in columns],
+        [[column.cell(row) for column in columns] for row in listing],
+        right=frozenset(n for n, column in enumerate(columns) if column.is_number),
     )
     total = format_size(sum(checkpoint.nbytes or 0 for checkpoint in listing))
     click.echo(f"{format_count(len(listing), 'checkpoint')}, {total}")
@@ -83,6 +94,10 @@ def _print_table(path: str, listing: Sequence[RunCheckpoint], below: Sequence[st
             click.echo(f"{output.printable(checkpoint.name)}: {output.printable(problem)}")
     if below:
         click.echo(output.printable(f"there are more in {listed(below)}: list one of them"))
+
+
+def _age(now: float, saved_at: float) -> str:
+    return output.format_duration(now - saved_at)
 
 
 def _notes(checkpoint: RunCheckpoint) -> list[str]:

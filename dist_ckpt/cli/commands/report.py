@@ -110,10 +110,10 @@ def _code(report: RunReport | DamagedReport) -> int:
     """Return the exit code. It has the same meaning as that of `dist-ckpt verify`."""
     if not isinstance(report, RunReport):
         if report.unreadable or report.verification.problems:
-            return output.FINDING
+            return output.PROBLEM_FOUND
         return output.IO_ERROR if report.verification.has_failed else output.FINE
     if report.num_damaged:
-        return output.FINDING
+        return output.PROBLEM_FOUND
     failed = [row for row in report.checkpoints if row.has_failed]
     if any(row.state == "incompatible" for row in failed):
         return output.INCOMPATIBLE

@@ -86,7 +86,7 @@ def request_save(
         click.echo(f"saved: step {answer.saved[0]}, attempt {answer.saved[1]}")
     if why:
         click.echo(f"dist-ckpt: {output.printable(why)}", err=True)
-        raise click.exceptions.Exit(output.REFUSED if answer is None else output.FINDING)
+        raise click.exceptions.Exit(output.REFUSED if answer is None else output.PROBLEM_FOUND)
 
 
 def _wait_for_answer(

@@ -34,7 +34,7 @@ def stats(path: str, *, as_json: bool, **selection: Any) -> None:
     with output.progress("stats") as update:
         tensors = stats_of(path, **selection, progress=update)
     bad = [tensor for tensor in tensors if not tensor.is_finite and tensor.alias_of is None]
-    with output.exit_with(output.FINDING if bad else output.FINE):
+    with output.exit_with(output.PROBLEM_FOUND if bad else output.FINE):
         if as_json:
             rows = convert(tensors, tuple[StatsRow, ...])
             output.print_json(StatsResult(path=path, ok=not bad, tensors=rows))

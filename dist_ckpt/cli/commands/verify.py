@@ -59,7 +59,7 @@ def verify(path: str, *, quick: bool, as_json: bool) -> None:
 def _code(report: VerifyReport) -> int:
     if report.is_unread:
         return output.IO_ERROR
-    return output.FINE if report.ok else output.FINDING
+    return output.FINE if report.ok else output.PROBLEM_FOUND
 
 
 def _verify_all(
@@ -67,8 +67,8 @@ def _verify_all(
 ) -> None:
     """Check all checkpoints of a run. After an error continue with the next one.
 
-    Exit with `FINDING` if a checkpoint is damaged. Otherwise, if some could not be checked, exit
-    with the lowest code of their errors. Raises NotFoundError if no checkpoint is committed.
+    Exit with `PROBLEM_FOUND` if a checkpoint is damaged. Otherwise, if some could not be checked,
+    exit with the lowest code of their errors. Raises NotFoundError if no checkpoint is committed.
     """
     reports: list[VerifyReport] = []
     not_checked: list[results.SkippedCheckpoint] = []
@@ -90,7 +90,7 @@ def _verify_all(
         raise NotFoundError(text)
     num_unread = sum(report.is_unread for report in reports)
     num_damaged = sum(not report.ok for report in reports) - num_unread
-    with output.exit_with(output.FINDING if num_damaged else min(codes, default=output.FINE)):
+    with output.exit_with(output.PROBLEM_FOUND if num_damaged else min(codes, default=output.FINE)):
         if as_json:
             document = results.VerifyAllResult(
                 path=root,
@@ -117,7 +117,7 @@ def _verify(
     if checkpoint.state in ("open", "abandoned"):
         why = f"not committed ({checkpoint.state})"
     elif checkpoint.link and checkpoint.state == "damaged":
-        why, code = checkpoint.problem or "", output.FINDING
+        why, code = checkpoint.problem or "", output.PROBLEM_FOUND
     else:
         try:
             with output.progress(f"verify {checkpoint.name}") as update:
