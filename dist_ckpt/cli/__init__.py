@@ -113,7 +113,7 @@ def cli() -> None:
     \b
     Exit codes:
     0  success
-    1  a finding, such as damage or a difference
+    1  a problem is found, such as damage or a difference
     2  usage error
     3  not found, or not committed
     4  incompatible, or a root that must be upgraded

@@ -11,8 +11,8 @@ read that name in `/proc`. If that thread has ended, the rank counts as cut off 
 
 | Silence of a rank, as a share of `heartbeat_timeout_s` | What happens |
 | --- | --- |
-| `LOOK_AFTER` | ranks look at its process |
-| `PROBE_AFTER` | if no rank saw its process, this rank looks at its liveness port |
+| `LOOK_AFTER` | look at its process |
+| `PROBE_AFTER` | look at its liveness port, if its process could not be seen |
 | 1 | it is lost. If it was seen alive, it is late, and lost after `late_timeout_s` |
 """
 
@@ -182,7 +182,7 @@ class FailureDetector:
     """Detects lost ranks by their heartbeats; `beat_key` returns the key of a rank's heartbeat.
 
     Silence counts only while this rank watches, and each read adds a limited time. So a pause of
-    this process, or of the whole machine, does not make other ranks look dead. `witness` is the one
+    this process, or of the whole machine, makes no other rank seem dead. `witness` is the one
     of this rank.
     """
 
@@ -333,7 +333,7 @@ class FailureDetector:
         return fact + _FACTS.get(last.state, "")
 
     def find_lateness(self, rank: int) -> str:
-        """Return what a silent rank does, if its process was seen alive since; else ""."""
+        """Describe a silent rank if its process was seen alive since. Return "" otherwise."""
         last = self._last_seen.get(rank)
         if last is None or last.silent_s < self._heartbeat_timeout_s or not last.alive_at_s:
             return ""
