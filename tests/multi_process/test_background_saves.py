@@ -139,6 +139,46 @@ def test_a_state_may_grow_and_be_another_from_save_to_save(tmp_path: Path, job: 
     )
 
 
+FUSED = torch.arange(60.0).reshape(5, 12)
+
+
+def pieces_of(rank: int, world_size: int) -> tuple[torch.Tensor, dc.ShardingConfig]:
+    """Return the columns that a rank has of two fused matrices, and the rule."""
+    rule = {"tp": 1, "pieces": [8, 4]}
+    columns = torch.cat([part.chunk(world_size, 1)[rank] for part in FUSED.split([8, 4], 1)], 1)
+    return columns, dc.ShardingConfig({"tp": world_size}, {"*": rule})
+
+
+def save_fused(rank: int, root: str, job: str, world_size: int) -> None:
+    columns, config = pieces_of(rank, world_size)
+    state = {"model": {"w": columns.clone()}}
+    with dc.AsyncSaver(job=job) as saver:
+        for step in (1, 2):
+            state["model"]["w"].copy_(columns * step)
+            handle = saver.save(state, folder_of(root, step), step=step, sharding=config)
+            handle.wait_staged(0)
+            state["model"]["w"].fill_(-1)
+
+
+def load_fused(rank: int, root: str, world_size: int) -> list[bool]:
+    columns, config = pieces_of(rank, world_size)
+    found = []
+    for step in (1, 2):
+        state = {"model": {"w": torch.zeros_like(columns)}}
+        dc.load(state, folder_of(root, step), sharding=config)
+        found.append(torch.equal(state["model"]["w"], columns * step))
+    return found
+
+
+def test_fused_weights_are_staged_piece_by_piece(tmp_path: Path, job: str) -> None:
+    run_ranks(save_fused, str(tmp_path), job, 2, world_size=2, environ=CALM)
+    with dc.open(folder_of(str(tmp_path), 2)) as checkpoint:
+        assert torch.equal(checkpoint["model.w"][...].torch(), FUSED * 2)
+    for world_size in (1, 4):
+        found = run_ranks(load_fused, str(tmp_path), world_size, world_size=world_size)
+        assert found == [[True, True]] * world_size
+
+
 # --- failures ----------------------------------------------------------------------------------
 
 

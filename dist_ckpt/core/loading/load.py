@@ -269,6 +269,7 @@ def _build_report(
         sources=checked.loaded_sources(),
         as_saved=call.options.rename is None
         and all(use.source.rename is None for use in arguments.source_uses),
+        assumed=binding.assumed,
         **structs.asdict(job),
     )
 

@@ -237,6 +237,11 @@ class ShardingConfig:
         fitting = {axis: dim for axis, dim in self.default.items() if -ndim <= dim < ndim}
         return ShardingRule(fitting).view(self.ranks(), ndim, "the default")
 
+    @property
+    def has_pieces(self) -> bool:
+        """True if a rule names the pieces of a fused tensor."""
+        return any(rule.pieces for rule in self._rules.values())
+
     def has_rule(self, name: str) -> bool:
         """Return True if a rule matches a parameter, so that `default` does not apply to it."""
         return any(fnmatchcase(name, pattern) for pattern in self.rules)

@@ -6,17 +6,13 @@ each. So a plain cut of the whole tensor would mix the matrices.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dist_ckpt.core.planning.tensor_views import Mesh, Piece, RuleSharded
 
-# The size of a piece, or {"size": ..., "axes": [...]} for a piece that fewer axes cut.
-PieceSize = int | Mapping[str, int | Sequence[str]]
-Pieces = Sequence[PieceSize]
-
-# {mesh axis: dimension}, and "pieces" for a fused tensor.
-RuleMapping = Mapping[str, int | Pieces | Mapping[str, Pieces]]
+# {mesh axis: dimension}, and "pieces" for a fused tensor. The values are checked when it is parsed.
+RuleMapping = Mapping[str, object]
 
 _PIECES = "pieces"
 

@@ -351,6 +351,8 @@ class _InventoryBuilder:
         view, shape = local.view, local.shape
         if self.rules is not None and isinstance(view, Whole):
             view, shape = self.rules.view(fqn, leaf, shape) or (view, shape)
+        elif self.rules is not None:
+            self.rules.check_dtensor(fqn, leaf, local)
         if isinstance(view, RuleSharded) and view.pieces:
             local = _split_pieces(local, view, self.rank)
         # With ZeRO the last ranks may have an empty part, and no cell, of a short tensor.

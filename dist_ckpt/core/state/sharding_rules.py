@@ -20,6 +20,7 @@ from dist_ckpt.core.planning.sharding_config import (
 from dist_ckpt.core.planning.tensor_views import (
     Flattened,
     MeshPlaced,
+    ReplicatedAxis,
     RuleSharded,
     View,
     chunked_view,
@@ -28,6 +29,7 @@ from dist_ckpt.core.planning.tensor_views import (
     fits_memory,
 )
 from dist_ckpt.core.state.tensors.local_tensors import class_name
+from dist_ckpt.core.state.tensors.locate_tensor import LocalTensor
 from dist_ckpt.core.state.tree.containers import child_name
 from dist_ckpt.core.state.tree.state_tree import Branch, ModuleLeaf, SubclassLeaf, TensorLeaf, walk
 
@@ -78,17 +80,43 @@ class ShardingRules:
 
         Raises ValueError if the tensor may be a flat part, but its whole shape is unknown.
         """
-        name = self._name(fqn)
-        parameter = leaf.parameter
-        if parameter is None and (above := find_parameter(name, self._shapes)) is not None:
-            rule_name = self._rule_names.get(above[0], above[0])
-            parameter = rule_name, self._shapes[rule_name]
+        name, parameter = self._find_names(fqn, leaf)
         if self.sharding.flat:
             self._check_known(fqn, leaf, parameter[0] if parameter else name, shape)
             whole = self._flat_shape(name, parameter, shape)
             return None if whole is None else (Flattened(self.sharding.ranks()), whole)
         view = find_rule_view(self.sharding, name, shape, parameter)
         return (view, shape) if any(view.axes) else None
+
+    def cuts_plainly(self, fqn: str, leaf: TensorLeaf, view: RuleSharded, dim: int) -> bool:
+        """Return True if a rule, not the default, cuts a dimension over ranks without pieces."""
+        name, parameter = self._find_names(fqn, leaf)
+        is_cut = prod(view.mesh.shape[axis] for axis in view.axes[dim]) > 1
+        has_rule = self.sharding.has_rule(parameter[0] if parameter else name)
+        return is_cut and has_rule and not view.pieces
+
+    def check_dtensor(self, fqn: str, leaf: TensorLeaf, local: LocalTensor) -> None:
+        """Raise ValueError if a rule has pieces for a DTensor that an axis of the rule cuts.
+
+        FSDP2 may cut a whole fused parameter: its axis is another one, and the cut is plain.
+        """
+        placed = local.view
+        if not isinstance(placed, MeshPlaced) or not self.sharding.has_pieces:
+            return
+        name, parameter = self._find_names(fqn, leaf)
+        view = find_rule_view(self.sharding, name, local.shape, parameter)
+        names = {view.mesh.names[axis] for axis in (view.axes[view.dim] if view.pieces else ())}
+        for axis, size, placement in zip(
+            placed.mesh.names, placed.mesh.shape, placed.placements, strict=True
+        ):
+            cuts = not isinstance(placement, ReplicatedAxis) and placement.dim == view.dim
+            if cuts and axis in names and size > 1:
+                raise ValueError(
+                    f"{fqn}: its rule has pieces, but it is a DTensor that {axis!r} cuts along "
+                    f"dimension {view.dim}: a DTensor has no pieces. If each rank has its part of "
+                    "each piece, make it a plain tensor (`to_local()`). Otherwise leave out the "
+                    "pieces"
+                )
 
     def check_whole(self, fqn: str, leaf: SubclassLeaf) -> None:
         """Raise TypeError if the config cuts a tensor subclass: no rules cut its inner tensors."""
@@ -100,6 +128,14 @@ class ShardingRules:
                 f"{fqn}: the ShardingConfig cuts a {class_name(value)}, which is made of other "
                 "tensors: put those into the state as dc.LocalShard, or make it a DTensor"
             )
+
+    def _find_names(self, fqn: str, leaf: TensorLeaf) -> tuple[str, tuple[str, Shape] | None]:
+        """Return the name that rules match, and the parameter that the tensor belongs to."""
+        name, parameter = self._name(fqn), leaf.parameter
+        if parameter is None and (above := find_parameter(name, self._shapes)) is not None:
+            rule_name = self._rule_names.get(above[0], above[0])
+            parameter = rule_name, self._shapes[rule_name]
+        return name, parameter
 
     def _name(self, fqn: str) -> str:
         component = next((name for name in names_above(fqn) if name in self._components), "")

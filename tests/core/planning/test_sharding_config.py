@@ -18,7 +18,8 @@ from dist_ckpt.core.planning.sharding_config import (
     find_rule_view,
     strip_component,
 )
-from dist_ckpt.core.planning.tensor_views import Mesh
+from dist_ckpt.core.planning.sharding_rule import RuleMapping
+from dist_ckpt.core.planning.tensor_views import Mesh, Piece
 
 GRID = {"dp": 2, "tp": 4}
 
@@ -38,6 +39,32 @@ def test_two_axes_on_one_dimension_nest_in_the_order_of_the_mesh() -> None:
 def test_dimensions_may_be_counted_from_the_end() -> None:
     config = ShardingConfig(GRID, {"w": {"tp": -1}})
     assert config.view_for("w", 3).axes == ((), (), (1,))
+
+
+def test_the_pieces_are_of_the_dimension_that_the_axes_cut() -> None:
+    rules = {"a.*": {"tp": -1, "pieces": [4, 8]}, "b": {"dp": 0, "tp": 1, "pieces": {"tp": [4]}}}
+    config = ShardingConfig(GRID, rules)
+    weight, bias = config.view_for("a.weight", 2), config.view_for("a.bias", 1)
+    assert (weight.dim, weight.pieces) == (1, (Piece(4, (1,)), Piece(8, (1,))))
+    assert (bias.dim, bias.pieces) == (0, weight.pieces)
+    both = config.view_for("b", 2)
+    assert (both.axes, both.dim, both.pieces) == (((0,), (1,)), 1, (Piece(4, (1,)),))
+    unclear = ShardingConfig(GRID, {"b": {"dp": 0, "tp": 1, "pieces": [4, 4]}})
+    with pytest.raises(ValueError, match=r"name an axis .* such as \"pieces\": \{'dp': \[4, 4\]\}"):
+        unclear.view_for("b", 2)
+    assert ShardingConfig(GRID, {"b": {"dp": 1, "tp": -1, "pieces": [4]}}).view_for("b", 2).dim == 1
+
+
+def test_a_mesh_axis_may_be_called_pieces() -> None:
+    config = ShardingConfig({"pieces": 2}, {"w": {"pieces": 0}})
+    assert config.view_for("w", 1).axes == ((0,),)
+    assert ShardingConfig.from_json(config.to_json()) == config
+
+
+def test_rules_that_differ_in_pieces_differ() -> None:
+    rules: dict[str, RuleMapping] = {"*.weight": {"tp": 0, "pieces": [4, 4]}, "a.*": {"tp": 0}}
+    with pytest.raises(ValueError, match="match and differ"):
+        ShardingConfig(GRID, rules).view_for("a.weight", 2)
 
 
 def test_patterns_see_case_and_cross_dots() -> None:
@@ -125,12 +152,18 @@ def test_the_constructors_say_what_their_names_say() -> None:
 # --- as text ---------------------------------------------------------------------------------
 
 axes = st.sampled_from(["dp", "tp", "ep"])
-rule = st.dictionaries(axes, st.integers(-3, 3))
+dims = st.dictionaries(axes, st.integers(-3, 3))
+sizes = st.lists(
+    st.integers(1, 9) | st.fixed_dictionaries({"size": st.integers(1, 9), "axes": st.just([])}),
+    min_size=1,
+)
+fused_rule = st.builds(lambda n, pieces: {"tp": n, "pieces": pieces}, st.integers(-3, 3), sizes)
+rule = dims | fused_rule | fused_rule.map(lambda r: {**r, "pieces": {"tp": r["pieces"]}})
 configs = st.builds(
     ShardingConfig,
     st.fixed_dictionaries({"ep": st.integers(1, 3), "dp": st.integers(1, 4), "tp": st.just(2)}),
     st.dictionaries(st.text(), rule),
-    rule,
+    dims,
 ) | st.builds(
     lambda n, stage, shapes: ShardingConfig.zero(n, stage, flat=True, shapes=shapes),
     st.integers(1, 9),
@@ -154,10 +187,16 @@ def test_the_order_of_the_mesh_counts() -> None:
 
 
 def test_a_file_says_the_same_in_json_and_toml(tmp_path: Path) -> None:
-    config = ShardingConfig(GRID, {"*.wq.weight": {"tp": 0}}, {"dp": 0})
+    pieces = [8, {"size": 4, "axes": []}]
+    rules: dict[str, RuleMapping] = {
+        "*.wq.weight": {"tp": 0},
+        "*.fc1.*": {"tp": 0, "pieces": pieces},
+    }
+    config = ShardingConfig(GRID, rules, {"dp": 0})
     (tmp_path / "a.json").write_text(config.to_json())
     (tmp_path / "a.toml").write_text(
         'mesh = {dp = 2, tp = 4}\ndefault = {dp = 0}\n[rules."*.wq.weight"]\ntp = 0\n'
+        '[rules."*.fc1.*"]\ntp = 0\npieces = [8, {size = 4, axes = []}]\n'
     )
     assert ShardingConfig.from_file(tmp_path / "a.json") == config
     assert ShardingConfig.from_file(str(tmp_path / "a.toml")) == config
@@ -210,6 +249,38 @@ def test_a_file_that_is_not_there_or_no_text_is_an_error_that_names_it(tmp_path:
         ({"mesh": GRID, "rules": {"w": {"pp": 0}}}, ValueError, r"names \['pp'\]: the mesh has"),
         ({"mesh": GRID, "rules": {"w": {"tp": None}}}, TypeError, "'tp': None"),
         ({"mesh": GRID, "default": {"pp": 0}}, ValueError, "'default' names"),
+        ({"mesh": GRID, "default": {"tp": 0, "pieces": [2]}}, TypeError, "'pieces': \\[2\\]"),
+        (
+            {"mesh": GRID, "rules": {"w": {"tp": 0, "pieces": 4}}},
+            ValueError,
+            "names \\['pieces'\\]",
+        ),
+        ({"mesh": GRID, "rules": {"w": {"tp": 0, "pieces": "44"}}}, TypeError, "'pieces': '44'"),
+        ({"mesh": GRID, "rules": {"w": {"tp": 0, "pieces": []}}}, ValueError, "the size of each"),
+        ({"mesh": GRID, "rules": {"w": {"pieces": [4]}}}, ValueError, "an axis that cuts them"),
+        ({"mesh": GRID, "rules": {"w": {"tp": 0, "pieces": [4, 0]}}}, ValueError, "0 is not the"),
+        ({"mesh": GRID, "rules": {"w": {"tp": 0, "pieces": [True]}}}, ValueError, "True is not"),
+        ({"mesh": GRID, "rules": {"w": {"tp": 0, "pieces": [4.0]}}}, ValueError, "4.0 is not"),
+        (
+            {"mesh": GRID, "rules": {"w": {"tp": 0, "pieces": {"dp": [4]}}}},
+            ValueError,
+            r"pieces for \['dp'\]: name one of its axes \['tp'\]",
+        ),
+        (
+            {"mesh": GRID, "rules": {"w": {"tp": 0, "pieces": {"tp": 4}}}},
+            TypeError,
+            "has pieces 4: give a list",
+        ),
+        (
+            {"mesh": GRID, "rules": {"w": {"tp": 0, "pieces": [{"size": 4, "axes": ["dp"]}]}}},
+            ValueError,
+            r"with some of the axes \['tp'\]",
+        ),
+        (
+            {"mesh": GRID, "rules": {"w": {"tp": 0, "pieces": [{"size": 4}]}}},
+            ValueError,
+            "is not a piece",
+        ),
         ({"mesh": {"dp": 2}, "zero_stage": 4}, ValueError, "stages 1, 2 and 3"),
         ({"mesh": {"dp": 2}, "zero_stage": "1"}, TypeError, "zero_stage='1'"),
         ({"mesh": {"dp": 2}, "flat": True}, ValueError, "give zero_stage"),

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dist_ckpt.core.format.geometry import Region
@@ -481,3 +481,19 @@ def test_per_rank_values_without_data_or_end_are_refused() -> None:
         taken({"r": PerRank(endless)})
     with pytest.raises(ValueError, match=r"^r\.t: a meta tensor has no data"):
         taken({"r": PerRank({"t": torch.ones(2, device="meta")})})
+
+
+def test_pieces_are_not_for_a_dtensor_that_an_axis_of_the_rule_cuts(mesh: Any) -> None:
+    options = {"rank": 1, "world_size": 4, "group_ranks": range(4)}
+    rules, local = {"fc1": {"tp": 0, "pieces": [4, 4]}}, torch.zeros(4, 2)
+    options["sharding"] = ShardingConfig({"dp": 2, "tp": 2}, rules)
+    by_tp: list[tuple[Placement, Placement]] = [(Replicate(), Shard(0)), (Shard(0), Shard(0))]
+    for placements in by_tp:
+        state = {"m": {"fc1": DTensor.from_local(local, mesh, placements, run_check=False)}}
+        with pytest.raises(ValueError, match=r"m\.fc1: .*DTensor that 'tp' cuts .*to_local"):
+            taken(state, **options)
+    others: list[tuple[Placement, Placement]] = [(Shard(0), Replicate()), (Replicate(), Shard(1))]
+    for placements in others:
+        taken(
+            {"m": {"fc1": DTensor.from_local(local, mesh, placements, run_check=False)}}, **options
+        )

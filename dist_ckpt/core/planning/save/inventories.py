@@ -507,8 +507,8 @@ def _check_fused(view: RuleSharded, shape: Shape, shapes: Mapping[int, Shape]) -
         sizes = [piece.size for piece in view.pieces]
         raise ValueError(
             f"local shape {shapes[wrong[0]]} on {ranks_text(wrong)}, but of the pieces {sizes} "
-            f"along dimension {view.dim} this rank has {[*piece_sizes(view, wrong[0])]}: give the "
-            "rule the global sizes of the pieces. Each is cut as by torch.chunk"
+            f"along dimension {view.dim} rank {wrong[0]} has {[*piece_sizes(view, wrong[0])]}: "
+            "give the rule the global sizes of the pieces. Each is cut as by torch.chunk"
         )
     return fused
 

@@ -59,7 +59,7 @@ from dist_ckpt.core.state.tree.state_tree import (
 from dist_ckpt.core.state.wrappers import RNG, PerRank
 from dist_ckpt.data import DataPosition, check_ranks
 from dist_ckpt.errors import IncompatibleError
-from dist_ckpt.message_text import MAX_LISTED, names_around_remedy
+from dist_ckpt.message_text import MAX_LISTED, listed, names_around_remedy
 
 __all__ = ["Binding", "Template", "bind", "build_saved_tree", "read_template", "unexpected_problem"]
 
@@ -94,6 +94,7 @@ class Binding:
     - `unrequested`: saved names, as in the catalog, that this rank's state does not have. A name
       that is unrequested on every rank is unexpected (see `unexpected_problem`).
     - `dropped`: names that a policy or a rename left out.
+    - `assumed`: texts about what the load assumes.
     - `pattern_problems`: error texts for patterns that match no name.
     - `makes_memory`: True if `allocate` creates tensors besides those of the state.
     - `assigns_values`, `loads_objects`: True if `assign_values` and `load_objects` have work.
@@ -106,6 +107,7 @@ class Binding:
         self.dropped = tuple(context.dropped)
         self.restored = tuple(context.restored)
         self.resharded = tuple(context.targets.resharded)
+        self.assumed = _list_assumptions(context)
         self.wanted: tuple[TensorRequest, ...] = context.targets.wanted()
         self.makes_memory = bool(context.targets.new_tensors)
         self.assigns_values = bool(
@@ -182,6 +184,17 @@ class Binding:
             load()
         for _, generators, saved in self._context.generators:
             generators.restore(saved())
+
+
+def _list_assumptions(context: BindContext) -> tuple[str, ...]:
+    if not (names := context.targets.unknown_pieces):
+        return ()
+    text = (
+        f"{listed(names)}: stored in parts without pieces, and taken as whole fused tensors. "
+        "If a plain rule saved each rank's pieces, load with that rule on the number of ranks that "
+        "saved, then save with pieces"
+    )
+    return (text,)
 
 
 def _missing_problem(

@@ -175,6 +175,7 @@ class FillTargets:
 
     - `problems`: error texts for tensors that do not fit.
     - `resharded`: names whose requested cells are not all cells of the stored layout.
+    - `unknown_pieces`: names with pieces in their rule, stored in parts without pieces.
     - `new_tensors`: the tensors that `allocate` creates.
 
     `cast` selects the names whose values may be converted; None for none.
@@ -183,6 +184,7 @@ class FillTargets:
     def __init__(self, template: Template, saved: SavedTree, cast: Selection | None = None) -> None:
         self.problems: list[str] = []
         self.resharded: list[str] = []
+        self.unknown_pieces: list[str] = []
         self._template = template
         self._saved = saved
         self._cast = cast
@@ -223,11 +225,7 @@ class FillTargets:
                 self._request(name, fqn, kind_cells, (value,))
             return value
         try:
-            if is_meta(value):
-                value = materialize(value)
-            elif is_array(value) and not value.flags.writeable:
-                value = value.copy()
-            local = self._describe(value, name)
+            value, local = self._locate(name, leaf)
         except (TypeError, ValueError) as error:
             self.problems.append(str(error))
             return value
@@ -242,11 +240,24 @@ class FillTargets:
             )
         elif not local.parts or self._is_first_reader(name, value, local.parts[0]):
             self._request(name, fqn, cells, local.parts, cast_from)
+            self._note_unknown_pieces(name, local, leaf)
             # `cast` selects by name, so a cast tensor says nothing about other names.
             is_kind = key is not None and cast_from is None
             if self._check_stored_layout(name, record, cells) and is_kind:
                 self._cells_by_kind[key] = cells
         return value
+
+    def _locate(self, name: str, leaf: TensorLeaf) -> tuple[object, LocalTensor]:
+        """Return the value of a leaf, or its replacement, and its part on this rank."""
+        value = leaf.value
+        if is_meta(value):
+            value = materialize(value)
+        elif is_array(value) and not value.flags.writeable:
+            value = value.copy()
+        local = self._describe(value, name)
+        if (rules := self._template.rules) is not None:
+            rules.check_dtensor(name, leaf, local)
+        return value, local
 
     def _why_no_cast(self, name: str, local: LocalTensor, *, as_bits: bool) -> str | None:
         """Return the reason why a saved tensor is not converted; None if it is."""
@@ -416,8 +427,40 @@ class FillTargets:
         self, name: str, local: LocalTensor, leaf: TensorLeaf, shape: Shape
     ) -> tuple[Cell, ...] | None:
         if (view := self._find_rule_view(name, local, leaf)) is not None:
+            if self._find_pieces_problem(name, view, leaf):
+                return None
             return target_cells(view, local.shape, self._template.rank, shape)
         return local.cells if local.shape == shape else None
+
+    def _find_pieces_problem(
+        self, name: str, view: RuleSharded | Flattened, leaf: TensorLeaf
+    ) -> str | None:
+        """Return why the pieces of a rule do not fit a saved tensor, or None."""
+        if not isinstance(view, RuleSharded):
+            return None
+        fqn, record = self._saved_tensor(name)
+        if view.pieces and len(record.shape) == len(view.axes):
+            return find_pieces_problem(view, record.shape)
+        fusion, rules = self._saved.catalog.fused.get(fqn), self._template.rules
+        if fusion is None or rules is None or fusion.dim >= len(view.axes):
+            return None
+        if rules.cuts_plainly(name, leaf, view, fusion.dim):
+            return (
+                f"it is fused of the pieces {[*fusion.sizes]} along dimension {fusion.dim}, which "
+                'the rule of the ShardingConfig cuts plainly: give the rule "pieces": '
+                f"{[*fusion.sizes]}, or [{sum(fusion.sizes)}] if the ranks have plain parts"
+            )
+        return None
+
+    def _note_unknown_pieces(self, name: str, local: LocalTensor, leaf: TensorLeaf) -> None:
+        """Record a tensor whose rule has pieces, but that is stored in parts without pieces."""
+        rules, (fqn, record) = self._template.rules, self._saved_tensor(name)
+        if rules is None or not rules.sharding.has_pieces or fqn in self._saved.catalog.fused:
+            return
+        view = self._find_rule_view(name, local, leaf)
+        is_fused = isinstance(view, RuleSharded) and len(view.pieces) > 1
+        if is_fused and self._saved.catalog.layouts[record.layout].cut.num_cells > 1:
+            self.unknown_pieces.append(name)
 
     def _find_rule_view(
         self, name: str, local: LocalTensor, leaf: TensorLeaf
@@ -430,17 +473,13 @@ class FillTargets:
 
     def _mismatch_text(self, name: str, local: LocalTensor, leaf: TensorLeaf) -> str:
         shape = f"{self._saved_tensor(name)[1].shape}{self._saved.source_text(name)}"
-        view, saved = self._find_rule_view(name, local, leaf), self._saved_tensor(name)[1].shape
+        view = self._find_rule_view(name, local, leaf)
         if view is None:
             return (
                 f"{name}: saved with shape {shape}, the state has {local.shape}: create the model "
                 "as it was saved, or exclude the name"
             )
-        if (
-            isinstance(view, RuleSharded)
-            and len(saved) == len(local.shape)
-            and (problem := find_pieces_problem(view, saved))
-        ):
+        if problem := self._find_pieces_problem(name, view, leaf):
             return f"{name}: saved with shape {shape}: {problem}"
         return (
             f"{name}: saved with shape {shape}. By the ShardingConfig this rank has another part "
