@@ -13,11 +13,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from operator import itemgetter
-from typing import assert_never
+from typing import Any, assert_never
 
 from dist_ckpt.core.format.index.index import Key
 from dist_ckpt.core.planning.name_selection import Selection
@@ -31,7 +32,7 @@ from dist_ckpt.core.state.binding.bind_context import (
     NewContainer,
     Value,
     fill_container,
-    fill_mapping,
+    fill_empty,
 )
 from dist_ckpt.core.state.binding.bind_optimizers import bind_optimizer
 from dist_ckpt.core.state.binding.sources.rename import suggest_rules
@@ -41,7 +42,12 @@ from dist_ckpt.core.state.binding.template import Template, read_template
 from dist_ckpt.core.state.module_tensors import ModulePart, ModuleState
 from dist_ckpt.core.state.tensors.local_tensors import PLAIN
 from dist_ckpt.core.state.tensors.locate_tensor import is_meta
-from dist_ckpt.core.state.tree.containers import child_name, container_entries, container_kind
+from dist_ckpt.core.state.tree.containers import (
+    child_name,
+    container_entries,
+    container_kind,
+    is_mapping,
+)
 from dist_ckpt.core.state.tree.state_tree import (
     Branch,
     ModuleLeaf,
@@ -288,6 +294,8 @@ def _bind_node(context: BindContext, name: str, tree: Tree) -> Value | None:
 
 
 def _bind_branch(context: BindContext, name: str, tree: Branch) -> Value | None:
+    if _has_another_length(context, name, tree):
+        return None
     context.split_value(name)
     context.check_keys(name, tree.children)
     bound = {
@@ -296,6 +304,26 @@ def _bind_branch(context: BindContext, name: str, tree: Branch) -> Value | None:
     }
     values = {key: value for key, value in bound.items() if value is not None}
     return partial(fill_container, tree.kind, tree.live, values) if values else None
+
+
+def _has_another_length(context: BindContext, name: str, tree: Branch) -> bool:
+    """Return True, and report it, if a list or tuple was saved with another number of items."""
+    length = context.saved_length(name)
+    if length is None or is_mapping(tree.kind) or not context.strict:
+        return False
+    now = len(tree.children)
+    differing = (child_name(name, number) for number in range(min(length, now), max(length, now)))
+    if not any(context.selected_leaves(n) or context.is_selected(n) for n in differing):
+        return False
+    for leaf in (name, *context.saved.below(name)):
+        context.mark_requested(leaf)
+    can_be_empty = not any(isinstance(child, Loadable) for child in tree.children.values())
+    empty = f", give it an empty {tree.kind} to take what was saved" * can_be_empty
+    context.problems.append(
+        f"{name}: saved with {length} items{context.saved.source_text(name)}, the {tree.kind} in "
+        f"the state has {now}: create it with {length}{empty}, or exclude {name!r}"
+    )
+    return True
 
 
 def _bind_tensor(context: BindContext, name: str, leaf: TensorLeaf) -> Value | None:
@@ -308,7 +336,9 @@ def _bind_tensor(context: BindContext, name: str, leaf: TensorLeaf) -> Value | N
 def _bind_plain(context: BindContext, name: str, live: object) -> Value | None:
     if live is None or (isinstance(live, Mapping) and not live):
         saved = None if context.is_missing(name) else context.request_subtree(name)
-        return None if saved is None else partial(fill_mapping, live, saved)
+        return None if saved is None else partial(fill_empty, live, saved)
+    if isinstance(live, list | tuple | deque) and not live and context.is_plain(name):
+        return _bind_empty_list(context, name, live)
     if context.is_selected(name):
         if (value := context.request_value(name)) is not None:
             return value
@@ -320,6 +350,21 @@ def _bind_plain(context: BindContext, name: str, live: object) -> Value | None:
         return None
     children = {key: PlainLeaf(item) for key, item in entries.items()}
     return _bind_branch(context, name, Branch(container_kind(live) or "dict", live, children))
+
+
+def _bind_empty_list(
+    context: BindContext, name: str, live: list[Any] | tuple[Any, ...] | deque[Any]
+) -> Value | None:
+    """Bind an empty list, which takes what was saved, unless a container of another class was."""
+    is_list = context.saved.kinds.get(name) in ("list", "tuple") and not isinstance(live, deque)
+    if not is_list and context.is_container(name):
+        if context.selected_leaves(name):
+            context.report_mismatch(name, f"an empty {type(live).__name__}")
+        return None
+    if (saved := context.request_subtree(name)) is None:
+        return None
+    context.check_objects(name, f"give {name!r} a list of these objects, or exclude it")
+    return partial(fill_empty, live, saved)
 
 
 def _bind_per_rank(

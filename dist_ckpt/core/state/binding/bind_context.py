@@ -6,9 +6,11 @@ returns the new value of the name.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from dist_ckpt.core.format.index.index import Key
 from dist_ckpt.core.planning.name_selection import Selection
@@ -85,16 +87,25 @@ def fill_container(kind: str, live: object, items: Mapping[PathKey, Value]) -> o
     return live
 
 
-def fill_mapping(live: object, saved: Value) -> object:
-    """Return the saved value for a name where the state has None or an empty mapping.
+def fill_empty(live: object, saved: Value) -> object:
+    """Return the saved value for a name where the state has None or an empty container.
 
-    If the user's mapping and the saved one have the same class, fill the user's mapping instead.
+    If the user's container and the saved one have the same class, fill the user's one instead.
     """
-    value = saved()
-    if type(value) is type(live) and isinstance(live, MutableMapping):
-        live.update(value)  # type: ignore[call-overload]  # a mapping, like `live`
+    value: Any = saved()
+    is_alike = type(value) is type(live) and _max_length(value) == _max_length(live)
+    if is_alike and isinstance(live, MutableMapping):
+        live.update(value)
+        return live
+    # A list that the state has under two names is filled once: the second name gets its own.
+    if is_alike and isinstance(live, list | deque) and not live:
+        live.extend(value)
         return live
     return value
+
+
+def _max_length(container: object) -> int | None:
+    return container.maxlen if isinstance(container, deque) else None
 
 
 class BindContext:
@@ -201,6 +212,10 @@ class BindContext:
         """Return True if a container with tensors was saved under a name."""
         return name not in self._split and name not in self.saved.leaves and self.has(name)
 
+    def is_plain(self, name: str) -> bool:
+        """Return True if a container, or a value without tensors, was saved under a name."""
+        return self.is_container(name) or self.peek_value(name) is not None
+
     def request_tensor(self, name: str) -> bool:
         """Request a tensor; return True if the name is selected and saved as a tensor.
 
@@ -264,6 +279,13 @@ class BindContext:
                     f"{child_name(name, key)}: saved under the key {other!r}, the state has "
                     f"{key!r}: use the same class of key"
                 )
+
+    def saved_length(self, name: str) -> int | None:
+        """Return the number of items of a saved list or tuple; None for anything else."""
+        if (value := self.peek_value(name)) is not None:
+            return len(value.value) if isinstance(value.value, list | tuple) else None
+        is_list = self.saved.kinds.get(name) in ("list", "tuple")
+        return len(self.saved.entries[name]) if is_list else None
 
     def split_value(self, name: str) -> None:
         """Replace a saved plain container by its items: the state has tensors in this container."""
@@ -469,9 +491,9 @@ class BindContext:
                 yield key, child, live[key]
 
     def check_objects(self, name: str, remedy: str) -> None:
-        """Report requested objects below a name that the state lacks: only their class knows them.
+        """Report requested objects below a name for which the state has no object.
 
-        Call this for what user code gets. `remedy` is the way to make them.
+        Only their class can load them. `remedy` is the way to make them.
         """
         lacking: list[str] = []
         for full in self.saved.objects_below(name):
