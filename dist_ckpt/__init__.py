@@ -28,7 +28,7 @@ from dist_ckpt.errors import (
 if TYPE_CHECKING:
     from dist_ckpt.async_save.async_saver import AsyncSaver
     from dist_ckpt.async_save.trainer.writer_handle import SaveHandle
-    from dist_ckpt.checkpointer.checkpointer import Checkpointer
+    from dist_ckpt.checkpointer.checkpointer import Checkpointer, close_all
     from dist_ckpt.checkpointer.run_session import TrainingStopped
     from dist_ckpt.checkpointer.save_policy import at, at_end, every, on_signal
     from dist_ckpt.core.checkpoint.checkpoint import Checkpoint, open  # noqa: A004 - like `gzip.open`
@@ -71,7 +71,7 @@ _NAMES = {
     "core.saving.save": "save",
     "async_save.async_saver": "AsyncSaver",
     "async_save.trainer.writer_handle": "SaveHandle",
-    "checkpointer.checkpointer": "Checkpointer",
+    "checkpointer.checkpointer": "Checkpointer close_all",
     "checkpointer.run_session": "TrainingStopped",
     "checkpointer.save_policy": "every at at_end on_signal",
     "core.loading.load": "load",
@@ -160,6 +160,7 @@ __all__ = [
     "backup",
     "build",
     "checkpoints",
+    "close_all",
     "compare",
     "copy",
     "delete",

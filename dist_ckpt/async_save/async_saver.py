@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -150,6 +151,7 @@ class AsyncSaver:
         self._root_id: str | None = None
         with self._session.operation("AsyncSaver"):
             self._open()
+        _savers.add(self)
 
     @refuse_old_parameters(frozen="include_frozen", reuse="link_unchanged")
     def save(  # noqa: PLR0913 - the options of `dc.save`
@@ -413,3 +415,11 @@ class AsyncSaver:
             yield
         finally:
             self._is_used.release()
+
+
+_savers: weakref.WeakSet[AsyncSaver] = weakref.WeakSet()
+
+
+def open_savers() -> list[AsyncSaver]:
+    """Return the savers of this process that are not closed. Not public."""
+    return [each for each in _savers if not each._is_closed and each._pid == os.getpid()]

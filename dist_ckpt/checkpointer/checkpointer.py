@@ -6,12 +6,15 @@ import atexit
 import gc
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Self
 
 from torch.distributed import ProcessGroup
 
+from dist_ckpt.async_save.async_saver import open_savers
 from dist_ckpt.checkpointer.checkpointer_options import OnFailure, RunOptions
 from dist_ckpt.checkpointer.run_session import RunSession, TrainingStopped, open_run_session
 from dist_ckpt.checkpointer.save_policy import DEFAULT_SAVE, SavePolicy
@@ -46,7 +49,8 @@ class Checkpointer:
     as for `dc.save`, or a function without arguments that returns it. Every rank of `group` creates
     a checkpointer with the same options, and calls `restore`, `step`, `poll`, `save` and `steps`
     alike. `on_signal` needs the main thread; in another thread the default `save` logs that, and
-    does without. A process can have one open checkpointer. With `root=None` nothing is saved.
+    does without. A process can have one open checkpointer: in a notebook, `dc.close_all()` closes
+    one whose name is lost. With `root=None` nothing is saved.
 
     `save` is the save policy. Its minutes are counted by rank 0's clock; a signal may come to any
     rank. Saves by time, by a signal or by a request happen at a boundary, a call of `step` or
@@ -141,10 +145,16 @@ class Checkpointer:
             stop_within_s=stop_within_s,
             background=background,
         )
-        self._run = open_run_session(options, group, _check_only_one)
+        self._root = str(root)
+        try:
+            self._run = open_run_session(options, group, partial(_claim_process, self))
+        except BaseException:
+            with _claiming:
+                _checkpointers.discard(self)
+            raise
+        self._root = self._run.root
         self._dropped = weakref.finalize(self, self._run.drop)
         self._dropped.atexit = False
-        _checkpointers.add(self)
 
     def restore(self, state: StateOrMaker, at: str | int | None = None) -> int | None:
         """Fill a state from the restore point of the run. Return its step, None for a fresh run.
@@ -364,33 +374,69 @@ class Checkpointer:
             run.end(error)
 
 
+# The checkpointers that are open, or being opened, and some that are closed.
 _checkpointers: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+_claiming = threading.Lock()
+
+# A child that is forked while another thread claims would wait for that thread, which it lacks.
+os.register_at_fork(
+    before=_claiming.acquire, after_in_parent=_claiming.release, after_in_child=_claiming.release
+)
 
 
-def _check_only_one() -> None:
-    """Raise ValueError if this process has an open Checkpointer: a signal is for one run."""
-    if _open_roots():
+def _claim_process(checkpointer: Checkpointer) -> None:
+    """Make a checkpointer the only one of this process: a signal is for one run.
+
+    ValueError if another one is open, or is being opened in another thread.
+    """
+    with _claiming:
+        is_taken = bool(_open_checkpointers())
+    if is_taken:
         gc.collect()  # a dropped one may be in a cycle
-    for root in _open_roots():
-        raise ValueError(
-            f"another Checkpointer of this process is open, for {root}: close it, or save several "
-            f"models as parts of one state"
-        )
+    with _claiming:
+        for other in _open_checkpointers():
+            raise ValueError(
+                f"another Checkpointer of this process is open, for {other._root}: close it, or "
+                f"use it in a `with`. If its name is lost, as after an error in a notebook, call "
+                f"dc.close_all(). Save several models as parts of one state"
+            )
+        _checkpointers.add(checkpointer)
 
 
-def _open_roots() -> list[str]:
-    """Return the roots of open checkpointers of this process, without those of its parent."""
+def _open_checkpointers() -> list[Checkpointer]:
+    """Return the open checkpointers of this process, without those of its parent."""
     own = [each for each in _checkpointers if each._pid == os.getpid()]
-    return [each._run.root for each in own if not each._is_closed and each._run is not None]
+    return [each for each in own if not each._is_closed]
+
+
+class ClosedEarlyError(Exception):
+    """The reason of the end of a run that `close_all` has closed."""
+
+
+def close_all() -> None:
+    """Close each Checkpointer and AsyncSaver that is open in this process, as after an error.
+
+    Call it in a notebook after an error or a `break`: the name of the object may be lost, while the
+    notebook's traceback keeps it open. Nothing new is saved, as the last step may be half done.
+    It waits for the saves in the background, whose snapshots stay in memory, and logs their errors.
+    No other thread may use the objects meanwhile.
+    """
+    reason = ClosedEarlyError("dc.close_all()")
+    with _claiming:
+        checkpointers = _open_checkpointers()
+    for checkpointer in checkpointers:
+        checkpointer._close(reason)
+    for saver in open_savers():
+        saver.__exit__(ClosedEarlyError, reason, None)
 
 
 def _warn_of_open() -> None:
     """Warn of open checkpointers at exit, as a global variable is not dropped earlier."""
-    for root in _open_roots():
+    for checkpointer in _open_checkpointers():
         _log.warning(
             "the process ends with a Checkpointer for %s open: at_end has saved nothing, and the "
             "newest metrics may be lost. Use it in a `with`",
-            root,
+            checkpointer._root,
         )
 
 

@@ -48,7 +48,13 @@ class Signals:
             raise
 
     def close(self) -> None:
-        """Restore the previous handlers, unless others were set since."""
+        """Restore the previous handlers, unless others were set since.
+
+        Only the main thread can do that. In another thread, pass on all signals to them.
+        """
+        if self._previous and threading.current_thread() is not threading.main_thread():
+            self._is_over = True
+            return
         for number, previous in self._previous.items():
             if signal.getsignal(number) == self._handle:
                 # None: it was not set by Python, and cannot be restored.
@@ -56,10 +62,9 @@ class Signals:
         self._previous = {}
 
     def drop(self) -> None:
-        """Restore the previous handlers; in another thread, pass on all signals to them."""
+        """Restore the previous handlers, and pass on all signals to them meanwhile."""
         self._is_over = True
-        if threading.current_thread() is threading.main_thread():
-            self.close()
+        self.close()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # Without lock and log: the main thread may be anywhere.

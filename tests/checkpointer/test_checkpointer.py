@@ -14,6 +14,9 @@ from typing import Any
 import pytest
 
 import dist_ckpt as dc
+from dist_ckpt.checkpointer import checkpointer as checkpointer_module
+from dist_ckpt.checkpointer.checkpointer_options import RunOptions
+from dist_ckpt.checkpointer.run_session import RunSession, open_run_session
 from dist_ckpt.checkpointer.save_policy import SavePolicy
 from fork_server import forked_python
 from run_training import fresh, steps_at, steps_in, train
@@ -348,6 +351,146 @@ def test_a_second_one_of_a_process_is_an_error(tmp_path: Path) -> None:
             checkpointer(tmp_path / "b")
         checkpointer(None).close()  # it is none
     checkpointer(tmp_path / "b").close()
+
+
+def cell(root: Path, until: int, **options: Any) -> None:
+    """Run the cell of a notebook: the name of the checkpointer is lost after an error."""
+    state = fresh()
+    ck = checkpointer(root, OFTEN | dc.on_signal("USR1"), **options)
+    for step in ck.steps(state, until=until):
+        state["model"]["small"].fill_(step)  # the step is half done
+        if step == 3:
+            raise ZeroDivisionError
+        train(state, step)
+    ck.close()
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_what_a_notebook_has_lost_is_closed_in_one_call(
+    background: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(ZeroDivisionError) as kept:  # the traceback keeps all frames
+        cell(tmp_path, 5, background=background)
+    with pytest.raises(ValueError, match=r"`with`.* name is lost, .* call dc\.close_all\(\)"):
+        checkpointer(tmp_path / "other")
+    dc.close_all()
+    assert signal.getsignal(signal.SIGUSR1) == before
+    assert "ends with ClosedEarlyError. Newest durable save: step 2" in caplog.text
+    assert steps_at(tmp_path) == [1, 2], "the step that is half done is not saved"
+    assert kept.tb is not None
+    dc.close_all()
+    assert run(tmp_path, 4, background=background) == [3, 4]
+
+
+def test_a_loop_that_was_left_by_break_is_closed_too(tmp_path: Path) -> None:
+    state = fresh()
+    out = [checkpointer(tmp_path)]  # the outputs of a notebook
+    for step in out[0].steps(state, until=9):
+        train(state, step)
+        if step == 2:
+            break
+    dc.close_all()
+    with pytest.raises(ValueError, match="is closed: make another one"):
+        out[0].step(3)
+    assert run(tmp_path, 4) == [2, 3, 4], "a step that was left by break is not saved"
+
+
+def test_all_that_is_open_is_closed_from_another_thread_too(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    before, heard = signal.getsignal(signal.SIGUSR1), []
+    signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    try:
+        ck = checkpointer(tmp_path, OFTEN | dc.on_signal("USR1"))
+        thread = threading.Thread(target=dc.close_all)
+        thread.start()
+        thread.join()
+        assert "failed as well" not in caplog.text
+        with pytest.raises(ValueError, match="is closed"):
+            ck.poll()
+        signal.raise_signal(signal.SIGUSR1)
+        assert heard == [signal.SIGUSR1], "it is passed on"
+        checkpointer(tmp_path).close()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_an_open_saver_is_closed_with_its_saves_durable(tmp_path: Path) -> None:
+    def lose() -> None:
+        saver = dc.AsyncSaver(tmp_path)
+        saver.save(fresh(), tmp_path / "step-1", step=1)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as kept:
+        lose()
+    with pytest.raises(dc.ConflictError, match=r"name is lost, call dc\.close_all\(\)"):
+        dc.AsyncSaver(tmp_path)
+    dc.close_all()
+    assert [info.step for info in dc.checkpoints(tmp_path)] == [1]
+    assert kept.tb is not None
+    dc.AsyncSaver(tmp_path).close()
+
+
+def test_of_many_threads_one_has_the_checkpointer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All threads are in the middle of opening one when the first is done."""
+    num_threads = 6
+    outcomes: list[dc.Checkpointer | ValueError] = []
+    opening, refused = threading.Barrier(num_threads), threading.Semaphore(0)
+
+    def open_slowly(options: RunOptions, group: object, claim: Callable[[], None]) -> RunSession:
+        opening.wait(60)
+        try:
+            claim()
+        except ValueError:
+            refused.release()
+            raise
+        for _ in range(num_threads - 1):
+            assert refused.acquire(timeout=60), "another thread has it as well"
+        return open_run_session(options, None, lambda: None)
+
+    def open_one(name: str) -> None:
+        try:
+            outcomes.append(checkpointer(tmp_path / name, OFTEN))
+        except ValueError as error:
+            outcomes.append(error)
+
+    monkeypatch.setattr(checkpointer_module, "open_run_session", open_slowly)
+    threads = [threading.Thread(target=open_one, args=(f"{n}",)) for n in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (first,) = [each for each in outcomes if isinstance(each, dc.Checkpointer)]
+    errors = [str(each) for each in outcomes if isinstance(each, ValueError)]
+    assert len(errors) == num_threads - 1
+    assert all("another Checkpointer of this process is open" in text for text in errors)
+    first.close()
+
+
+def test_one_that_could_not_be_opened_does_not_stay_open(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="max_failures") as kept:
+        checkpointer(tmp_path, max_failures=-1)
+    checkpointer(tmp_path).close()
+    assert kept.tb is not None
+
+
+def test_a_forked_child_opens_its_own(tmp_path: Path) -> None:
+    with checkpointer(tmp_path / "a"):
+        if (pid := os.fork()) == 0:
+            status = 1
+            try:
+                dc.close_all()  # closes nothing of the parent
+                run(tmp_path / "b", 2)
+                status = 0
+            finally:
+                os._exit(status)
+        assert os.waitpid(pid, 0)[1] == 0
+        with pytest.raises(ValueError, match="another Checkpointer of this process"):
+            checkpointer(tmp_path / "b")
+    assert steps_at(tmp_path / "b") == [1, 2]
 
 
 FORGETFUL = """

@@ -195,7 +195,8 @@ def _take_trainer_lock(rank_folder: RankFolder) -> LockFile:
         return rank_folder.lock("trainer")
     except ConflictError as error:
         raise ConflictError(
-            f"another AsyncSaver of job {rank_folder.job!r} is open in this process: close it, use "
+            f"another AsyncSaver of job {rank_folder.job!r} is open in this process: close it, or "
+            f"use it in a `with`. If its name is lost, call dc.close_all(). For two at once, use "
             f"another root, or give this one another job: AsyncSaver(job=...)",
             rank=rank_folder.rank,
         ) from error
