@@ -38,6 +38,13 @@ if TYPE_CHECKING:
     from dist_ckpt.core.loading.load import load
     from dist_ckpt.core.loading.load_options import Source
     from dist_ckpt.core.planning.sharding_config import ShardingConfig
+    from dist_ckpt.core.planning.tensor_operations import (
+        Concatenate,
+        Split,
+        Stack,
+        Transpose,
+        Unstack,
+    )
     from dist_ckpt.core.saving.save import save
     from dist_ckpt.core.saving.to_bytes import to_bytes
     from dist_ckpt.core.state.wrappers import RNG, FlatShard, LocalShard, Named, PerRank
@@ -96,6 +103,7 @@ _NAMES = {
     "runs.listing": "checkpoints RunCheckpoint",
     "reports": "SaveReport LoadReport LoadedSource",
     "core.planning.sharding_config": "ShardingConfig",
+    "core.planning.tensor_operations": "Stack Unstack Transpose Concatenate Split",
     "core.state.wrappers": "LocalShard FlatShard PerRank RNG Named",
     "data": "DataPosition ElasticSampler",
 }
@@ -124,6 +132,7 @@ __all__ = [
     "CheckpointLayout",
     "Checkpointer",
     "Comparison",
+    "Concatenate",
     "ConflictError",
     "CorruptError",
     "DataPosition",
@@ -150,9 +159,13 @@ __all__ = [
     "ShardPlacement",
     "ShardingConfig",
     "Source",
+    "Split",
+    "Stack",
     "StorageError",
     "TensorStats",
     "TrainingStopped",
+    "Transpose",
+    "Unstack",
     "VerifyReport",
     "at",
     "at_end",

@@ -31,6 +31,7 @@ from dist_ckpt.core.runtime.processes import find_process
 from dist_ckpt.core.runtime.public_names import refuse_old_attributes, refuse_old_parameters
 from dist_ckpt.core.saving.attachments import Attachments
 from dist_ckpt.core.saving.save_options import CheckReplicas, SaveOptions
+from dist_ckpt.core.state.binding.sources.rename import RenameRules
 from dist_ckpt.core.state.tree.containers import MutableState, State
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.reports import LoadReport
@@ -238,7 +239,7 @@ class AsyncSaver:
         strict: bool = True,
         include: str | Sequence[str] | None = None,
         exclude: str | Sequence[str] | None = None,
-        rename: Mapping[str, str | None] | None = None,
+        rename: RenameRules | None = None,
         include_frozen: bool = True,
         config: Mapping[str, object] | None = None,
         kind: str | None = None,

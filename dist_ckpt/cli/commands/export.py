@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
 
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import ExportResult
+from dist_ckpt.core.state.binding.sources.rename import rules_from_json
 from dist_ckpt.interop.hf import export as hf
 from dist_ckpt.interop.hf.export import DEFAULT_SHARD_SIZE
 from dist_ckpt.interop.shrew import files
@@ -32,13 +35,24 @@ def _plan_torch(source: str, file: str, **options: Any) -> WritePlan[int]:
 
 # The function that plans each format, and the options that it takes.
 _GLOBS = frozenset({"include", "exclude"})
-_HF_OPTIONS = _GLOBS | {"only", "dtype", "max_shard_size", "reflink"}
+_NAMES = _GLOBS | {"rename"}
+_HF_OPTIONS = _NAMES | {"only", "dtype", "max_shard_size", "reflink"}
 _FORMATS: Mapping[str, tuple[Callable[..., WritePlan[int]], frozenset[str]]] = {
     "shrew": (files.plan_export_file, _GLOBS | {"version"}),
     "hf": (hf.plan_export, _HF_OPTIONS),
-    "dcp": (_plan_dcp, _GLOBS),
-    "torch": (_plan_torch, _GLOBS | {"only"}),
+    "dcp": (_plan_dcp, _NAMES),
+    "torch": (_plan_torch, _NAMES | {"only"}),
 }
+
+
+def _read_rules(context: click.Context, option: click.Parameter, file: str | None) -> object:
+    del context, option
+    if file is None:
+        return None
+    try:
+        return rules_from_json(json.loads(Path(file).read_text(encoding="utf-8")))
+    except (OSError, TypeError, ValueError) as error:  # such as a JSONDecodeError
+        raise click.BadParameter(f"{file}: {error}") from None
 
 
 @click.command()
@@ -67,6 +81,13 @@ _FORMATS: Mapping[str, tuple[Callable[..., WritePlan[int]], frozenset[str]]] = {
     help=f"hf: maximum data per file, such as 500MiB.  [default: {DEFAULT_SHARD_SIZE}]",
 )
 @shared_options.selection
+@click.option(
+    "--rename",
+    type=shared_options.PATH,
+    callback=_read_rules,
+    help="hf, dcp, torch: a JSON file with rules from names to new names, also with operations "
+    "such as stack and transpose. Other options then take the new names.",
+)
 @click.option(
     "--reflink", is_flag=True, help="hf: share data blocks with SOURCE if the file system can."
 )

@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from math import prod
 from threading import Lock
-from typing import Literal, Self
+from typing import Literal, Protocol, Self
 
 from dist_ckpt.core.checkpoint.opener import NATIVE, Opener, UserPath
 from dist_ckpt.core.checkpoint.verify_checkpoint import record_damage
@@ -33,6 +33,7 @@ from dist_ckpt.core.planning.name_selection import Selection
 from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.planning.save.save_planner import plan_all_files
 from dist_ckpt.core.runtime.host_memory import BufferPool
+from dist_ckpt.core.shard_io.memory.cell_memory import Target
 from dist_ckpt.core.shard_io.memory.host_array import ArrayTarget
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.shard_io.read.open_files import (
@@ -71,6 +72,19 @@ class TensorWindow:
         return self.data.nbytes
 
 
+class RequestTranslation(Protocol):
+    """Turns requests under the names of a catalog into requests of stored tensors."""
+
+    @property
+    def index(self) -> Index:
+        """The index of the stored tensors."""
+
+    def translate(
+        self, wanted: Sequence[TensorRequest], targets: Mapping[tuple[str, int], Target] | None
+    ) -> tuple[list[TensorRequest], Mapping[tuple[str, int], Target] | None]:
+        """Return the requests, and the memory of each of their cells."""
+
+
 @dataclass(eq=False, repr=False)
 class OpenCheckpoint:
     """A committed checkpoint that is open for reading. No torch.
@@ -81,7 +95,8 @@ class OpenCheckpoint:
     `make` turns a placeholder in an objects file into an object. `buffers` are scratch memory.
     After a read, up to `max_open_files` files stay open; with None, the files of the last read.
     `threads` is the number of reads at once; the default comes from the environment. Damage that a
-    read finds is recorded in the run, unless `records_damage` is False.
+    read finds is recorded in the run, unless `records_damage` is False. With a `translation`, the
+    catalog has other names than the files (`renamed_checkpoint.py`).
     """
 
     storage: Storage
@@ -94,6 +109,7 @@ class OpenCheckpoint:
     max_open_files: int | None = None
     threads: int | None = None
     records_damage: bool = True
+    translation: RequestTranslation | None = None
     _files: OrderedDict[int, OpenFile] | None = field(default_factory=OrderedDict, init=False)
     _objects: dict[str, ObjectsFile] = field(default_factory=dict, init=False)
     _turn: Lock = field(default_factory=Lock, init=False)
@@ -190,6 +206,10 @@ class OpenCheckpoint:
                 )
         return self._objects[name]
 
+    def add_objects(self, files: Mapping[str, ObjectsFile]) -> None:
+        """Use these objects files instead of reading them, by their names."""
+        self._objects.update(files)
+
     def all_objects(self) -> dict[str, ObjectsFile]:
         """Return all objects files by their names."""
         return {name: self._objects_file(name) for name in self._objects_records}
@@ -258,7 +278,7 @@ class OpenCheckpoint:
 
     def read(self, wanted: Sequence[TensorRequest], memory: memoryview) -> None:
         """Read the wanted cells one after another into memory, and check each block."""
-        targets = {}
+        targets: dict[tuple[str, int], Target] = {}
         start = 0
         for want in wanted:
             itemsize = DTYPES[want.dtype].itemsize
@@ -275,13 +295,17 @@ class OpenCheckpoint:
             self._read(wanted, None)
 
     def _read(
-        self, wanted: Sequence[TensorRequest], targets: Mapping[tuple[str, int], ArrayTarget] | None
+        self, wanted: Sequence[TensorRequest], targets: Mapping[tuple[str, int], Target] | None
     ) -> None:
         if (files := self._files) is None:
             raise ValueError(f"{self.path} was closed; open it again")
-        plan = plan_load(self.index, wanted)
+        index = self.index
+        if self.translation is not None:
+            index = self.translation.index
+            wanted, targets = self.translation.translate(wanted, targets)
+        plan = plan_load(index, wanted)
         opened = open_files(
-            self.storage, self.folder, self.index, plan, threads=self._num_threads, opened=files
+            self.storage, self.folder, index, plan, threads=self._num_threads, opened=files
         )
         for number in plan:
             files[number] = opened.files[number]

@@ -11,8 +11,9 @@ from msgspec import structs
 
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.checkpoint.opener import MemoryFiles, Opener
+from dist_ckpt.core.checkpoint.renamed_checkpoint import find_unequal
 from dist_ckpt.core.comm.collectives.host_links import HostLinks
-from dist_ckpt.core.comm.exchange.channel import fits_exchange
+from dist_ckpt.core.comm.exchange.channel import COORDINATOR, fits_exchange
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.format.index.model_description import find_description_problems
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
@@ -20,6 +21,7 @@ from dist_ckpt.core.loading.load_decisions import (
     CheckFindings,
     LoadProposal,
     ResolvedSources,
+    UnrequestedParts,
     encode_bitmap,
 )
 from dist_ckpt.core.loading.load_options import LoadOptions, Sources, SourceUse, parse_sources
@@ -192,7 +194,9 @@ class CheckedLoad:
         names: dict[str, list[str]] = {}
         for name in self.binding.restored:
             if (tensor := self.saved.tensor(name)) is not None:
-                names.setdefault(tensor[0], []).append(name)
+                made = self.saved.derived.get(tensor[0])
+                for fqn in (tensor[0],) if made is None else made.sources:
+                    names.setdefault(fqn, []).append(name)
         return tuple(name for fqn in fqns for name in names.get(fqn, [fqn]))
 
     def loaded_sources(self) -> tuple[LoadedSource, ...]:
@@ -235,14 +239,16 @@ def check_load(
         problems = (
             *_find_description_problems(options, sources, contents),
             *binding.problems,
+            *_find_unequal(session, selection, saved, sources),
             *chain.from_iterable(
                 find_request_problems(checkpoint.catalog, requests)
                 for checkpoint, requests in zip(sources.checkpoints, wanted, strict=False)
             ),
         )
         unrequested = encode_bitmap(binding.unrequested, _list_saved_names(sources, saved))
+        parts = UnrequestedParts.of(binding.unrequested_parts, saved.derived_names)
         if problems:
-            return None, CheckFindings(problems, binding.pattern_problems, unrequested)
+            return None, CheckFindings(problems, binding.pattern_problems, unrequested, parts)
     files = plan_and_open(
         sources.checkpoints, wanted, saved, threads=session.settings.threads, stack=stack
     )
@@ -252,6 +258,7 @@ def check_load(
     findings = CheckFindings(
         pattern_problems=binding.pattern_problems,
         unrequested=unrequested,
+        parts=parts,
         makes_memory=binding.makes_memory,
         assigns_values=binding.assigns_values,
         loads_objects=binding.loads_objects,
@@ -259,6 +266,16 @@ def check_load(
         from_memory=from_memory,
     )
     return CheckedLoad(sources, saved, binding, files, targets, links, encoded), findings
+
+
+def _find_unequal(
+    session: Session, selection: Selection | Scopes, saved: SavedTree, sources: ResolvedSources
+) -> Iterator[str]:
+    """Yield the scalars that a rename cannot join, as they differ. Rank 0 reads them, for all."""
+    if session.channel.rank != COORDINATOR or not saved.equal or saved.problems:
+        return
+    selected = {name: fqns for name, fqns in saved.equal.items() if name in selection}
+    yield from find_unequal(replace(saved, equal=selected), sources.checkpoints)
 
 
 def _find_description_problems(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from mmap import mmap
 from typing import Any
@@ -15,6 +15,7 @@ from dist_ckpt.core.format.strict_json import corrupt_error
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.planning.name_selection import Cast
+from dist_ckpt.core.state.binding.sources.rename import RenameRules
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import ReadableFile
 from dist_ckpt.core.storage.overlay_storage import BytesFile, ReadOnlyStorage
@@ -55,7 +56,7 @@ def load_bytes(  # noqa: PLR0913 - the options of `dc.load`
     strict: bool = True,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
-    rename: Mapping[str, str | None] | None = None,
+    rename: RenameRules | None = None,
     cast: Cast = None,
 ) -> LoadReport:
     """Fill a state from bytes of `dc.to_bytes`, as `dc.load` does.

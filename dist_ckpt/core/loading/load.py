@@ -63,6 +63,7 @@ from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.shard_io.read.open_files import read_attached_file
 from dist_ckpt.core.shard_io.read.read_grouping import CellTargets, count_placed_nbytes
+from dist_ckpt.core.state.binding.sources.rename import RenameRules
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
@@ -82,7 +83,7 @@ def load(
     verify: bool = True,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
-    rename: Mapping[str, str | None] | None = None,
+    rename: RenameRules | None = None,
     include_frozen: bool = True,
     check_first: bool = False,
     read_once: ReadOnce = "host",
@@ -119,8 +120,10 @@ def load(
     With `strict`, missing and unexpected names are errors. Wrong shapes, dtypes and coverage always
     are. `include` and `exclude` are globs on saved names and on names in the state. Each must match
     a name. `rename` maps saved names to names in the state; `*` matches any text, `{name}` text
-    without dots. With `include_frozen=False` parameters that require no gradient stay unchanged. An
-    empty mapping or None in the state is replaced by the saved values.
+    without dots. A list of operations that ends with the new name makes a tensor of others, such as
+    `[dc.Stack("e"), "experts.w1"]`. Optimizer state moves with its parameter. With
+    `include_frozen=False` parameters that require no gradient stay unchanged. An empty mapping or
+    None in the state is replaced by the saved values.
 
     `cast`: True, or patterns of names. These tensors of the state accept conversions between
     floating dtypes, and any other conversion without loss, such as int32 into int64. Values are
@@ -288,7 +291,9 @@ def _open_and_check(
                 checked, findings = _check(call, arguments, sources, stack)
                 gathered = checking.gather(findings)
                 if gathered is not None:
-                    checking.decide(decide_load(arguments.proposal, sources, gathered))
+                    part_names = checked.saved.derived_names if checked is not None else ()
+                    decision = decide_load(arguments.proposal, sources, gathered, part_names)
+                    checking.decide(decision)
             decision = checking.result(LoadDecision)
         if not decision.is_gone:
             assert checked is not None

@@ -15,6 +15,7 @@ from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.checkpoint.opener import Opener
 from dist_ckpt.core.comm.exchange.channel import check_equal_on_all_ranks, fits_exchange
 from dist_ckpt.core.commit import attempts
+from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index import index_json
 from dist_ckpt.core.format.index.index import Index, Key
@@ -93,10 +94,37 @@ class ResolvedSources:
         return [(source, [*compress(source.names, digits)]) for source in self.checkpoints]
 
 
+class UnrequestedParts(Message, frozen=True):
+    """The tensors that operations of a rename make and that a rank does not request, as a bitmap.
+
+    `names_digest` is the digest of the names of all of them: only ranks with equal names compare.
+    """
+
+    names_digest: str = ""
+    bitmap: bytes = b""
+
+    @staticmethod
+    def of(unrequested: Sequence[str], names: Sequence[str]) -> UnrequestedParts:
+        """Return the parts of one rank."""
+        if not names:
+            return UnrequestedParts()
+        digest = document_digest("\n".join(names).encode())
+        return UnrequestedParts(digest, encode_bitmap(unrequested, names))
+
+    @staticmethod
+    def common(parts: Sequence[UnrequestedParts], names: Sequence[str]) -> list[str]:
+        """Return the names that no rank requests, if all ranks have the same `names`."""
+        if not names or len({part.names_digest for part in parts}) > 1:
+            return []
+        bits = reduce(and_, (int.from_bytes(part.bitmap, "big") for part in parts))
+        return [*compress(names, map(int, f"{bits:0{len(names)}b}"))]
+
+
 class CheckFindings(Message, frozen=True):
     """The result of one rank's check.
 
-    `unrequested` is a bitmap of the saved names that this rank does not request (`encode_bitmap`).
+    `unrequested` is a bitmap of the saved names that this rank does not request (`encode_bitmap`),
+    and `parts` has tensors that operations of a rename make.
     `pattern_problems` has the problems of patterns that match no name on this rank. `makes_memory`,
     `assigns_values` and `loads_objects` are True for the steps in which this rank has work.
     `encoded_requests` has its block requests: b"" if the ranks can share nothing, None if they are
@@ -107,6 +135,7 @@ class CheckFindings(Message, frozen=True):
     problems: tuple[str, ...] = ()
     pattern_problems: tuple[str, ...] = ()
     unrequested: bytes = b""
+    parts: UnrequestedParts = UnrequestedParts()
     makes_memory: bool = False
     assigns_values: bool = False
     loads_objects: bool = False
@@ -230,9 +259,15 @@ def resolve_checkpoints(
 
 
 def decide_load(
-    proposal: LoadProposal, sources: ResolvedSources, findings: Sequence[CheckFindings]
+    proposal: LoadProposal,
+    sources: ResolvedSources,
+    findings: Sequence[CheckFindings],
+    part_names: Sequence[str] = (),
 ) -> LoadDecision:
-    """Return the decision after a check. IncompatibleError lists all problems of all ranks."""
+    """Return the decision after a check. IncompatibleError lists all problems of all ranks.
+
+    `part_names` are the tensors that operations of a rename make.
+    """
     checkpoints = sources.checkpoints
     if gone := [rank for rank, result in enumerate(findings) if result.is_gone]:
         if all(attempts.has_folder(c.storage, c.path, c.attempt) for c in checkpoints):
@@ -244,6 +279,8 @@ def decide_load(
         return LoadDecision(is_gone=True)
     bitmaps = (int.from_bytes(result.unrequested, "big") for result in findings)
     unexpected = sources.decode_bitmap(reduce(and_, bitmaps))
+    if parts := UnrequestedParts.common([result.parts for result in findings], part_names):
+        unexpected.append((checkpoints[0], parts))
     _check_fits(proposal, sources, findings, unexpected)
     ranks_share_blocks, encoded_requests = find_shared_requests(
         [result.encoded_requests for result in findings], between_hosts=proposal.read_once == "job"
@@ -272,7 +309,7 @@ def _check_fits(
     problems = _merge_problems([result.problems for result in findings])
     pattern_problems = find_common_problems(result.pattern_problems for result in findings)
     if proposal.strict:
-        label = "the checkpoint" if len(unexpected) == 1 else None
+        label = "the checkpoint" if len(sources.checkpoints) == 1 else None
         problems += [
             unexpected_problem(names, label or checkpoint.path)
             for checkpoint, names in unexpected

@@ -11,7 +11,7 @@ from dist_ckpt.core.format.index.model_description import check_description
 from dist_ckpt.core.planning.name_selection import Cast, Selection, parse_cast, parse_selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.arguments import check_flag
-from dist_ckpt.core.state.binding.sources.rename import parse_rename
+from dist_ckpt.core.state.binding.sources.rename import RenameRules, parse_rename
 from dist_ckpt.core.storage import open_storage
 
 # Blocks that several ranks need are read once on each host, once in the job, or by all.
@@ -31,7 +31,7 @@ class LoadOptions:
     check_first: bool = False
     include: str | Sequence[str] | None = None
     exclude: str | Sequence[str] | None = None
-    rename: Mapping[str, str | None] | None = None
+    rename: RenameRules | None = None
     include_frozen: bool = True
     config: Mapping[str, object] | None = None
     kind: str | None = None
@@ -74,7 +74,7 @@ class Source:
     path: str | os.PathLike[str]
     include: str | Sequence[str] | None = None
     exclude: str | Sequence[str] | None = None
-    rename: Mapping[str, str | None] | None = None
+    rename: RenameRules | None = None
 
 
 # One source, and all sources of a load.

@@ -49,7 +49,7 @@ from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.saving.rank_save import StateReader
 from dist_ckpt.core.saving.save import save_together
 from dist_ckpt.core.saving.save_options import SaveOptions
-from dist_ckpt.core.state.binding.sources.rename import Rename, parse_rename
+from dist_ckpt.core.state.binding.sources.rename import Rename, RenameRules, parse_rename
 from dist_ckpt.core.state.tensors.plain_torch import make_torch_value
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import Storage
@@ -75,7 +75,7 @@ def load(
     strict: bool = True,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
-    rename: Mapping[str, str | None] | None = None,
+    rename: RenameRules | None = None,
     include_frozen: bool = True,
     read_once: ReadOnce = "host",
     cast: Cast = None,

@@ -18,9 +18,11 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint, cut_into_boxes
+from dist_ckpt.core.checkpoint.renamed_checkpoint import rename_checkpoint
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.planning.name_selection import Selection, excluded_names, parse_selection
 from dist_ckpt.core.runtime.torch_private import DCP_VERSION, DcpStorageInfo
+from dist_ckpt.core.state.binding.sources.rename import RenameRules
 from dist_ckpt.core.state.tensors.local_tensors import torch_dtype
 from dist_ckpt.core.state.tensors.plain_torch import make_torch_value
 from dist_ckpt.core.state.tree.containers import RECORD
@@ -53,20 +55,23 @@ def export_folder(
     *,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
+    rename: RenameRules | None = None,
     progress: Progress | None = None,
 ) -> int:
     """Write the checkpoint at `source` as a folder that `dcp.load` reads; return its size in bytes.
 
     `source` is a path for `dc.open`, such as "runs/a@latest". `dcp.load` reshards the folder on any
     number of ranks. Names are those of `get_state_dict`. Tied tensors are written once. `include`
-    and `exclude` are globs on names in the checkpoint. One process calls this; it needs about
+    and `exclude` are globs on names in the checkpoint. `rename` is that of `dc.load`, also with
+    operations; the other two then take the new names. One process calls this; it needs about
     150 MB for tensors of any size. `progress` is called with the bytes done and in all.
 
     On return the folder is durable. Until then it has another name, and after an error it does not
     exist. ExistsError if something exists there. IncompatibleError names all that DCP cannot store,
     as `export_file` of `interop.torch_save` does. Otherwise the errors of reading.
     """
-    return plan_export(source, folder, include=include, exclude=exclude).run(progress)
+    plan = plan_export(source, folder, include=include, exclude=exclude, rename=rename)
+    return plan.run(progress)
 
 
 def plan_export(
@@ -75,12 +80,14 @@ def plan_export(
     *,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
+    rename: RenameRules | None = None,
 ) -> WritePlan[int]:
     """Return the plan of `export_folder`. Raises the errors that it raises before it writes.
 
     Its sizes are minimums: they do not count what torch.save writes around each tensor.
     """
-    opened, stored, metadata = _open_selected(source, folder, parse_selection(include, exclude))
+    selection = parse_selection(include, exclude)
+    opened, stored, metadata = _open_selected(source, folder, selection, rename)
     target, path = open_storage(folder)
     path = real_path(path)
     check_no_folder(target, path)
@@ -134,11 +141,14 @@ def _write(
 
 
 def _open_selected(
-    source: str | os.PathLike[str], folder: str | os.PathLike[str], selection: Selection
+    source: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    selection: Selection,
+    rename: RenameRules | None,
 ) -> tuple[OpenCheckpoint, DcpKeys, Metadata]:
     storage, path = OPENER.find(source)
     check_outside(real_path(path), real_path(open_storage(folder)[1]))
-    opened = OpenCheckpoint.at(storage, path, make=make_torch_value)
+    opened = rename_checkpoint(OpenCheckpoint.at(storage, path, make=make_torch_value), rename)
     stored = DcpKeys(opened, rank=0)
     if texts := selection.pattern_problems((*stored.names.values(), *stored.per_rank)):
         raise ValueError("; ".join(texts))

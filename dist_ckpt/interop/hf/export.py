@@ -22,6 +22,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint, TensorWindow
+from dist_ckpt.core.checkpoint.renamed_checkpoint import rename_checkpoint
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Region, Shape
 from dist_ckpt.core.format.index.index import Catalog
@@ -29,6 +30,7 @@ from dist_ckpt.core.planning.name_selection import Selection, excluded_names, pa
 from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.runtime.arguments import check_flag
 from dist_ckpt.core.shard_io.read.open_files import open_file
+from dist_ckpt.core.state.binding.sources.rename import RenameRules
 from dist_ckpt.core.state.tree.containers import RECORD
 from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.default_opener import OPENER
@@ -86,6 +88,7 @@ def export_folder(  # noqa: PLR0913 - a front door
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
+    rename: RenameRules | None = None,
     overwrite: bool = False,
     reflink: bool = False,
     progress: Progress | None = None,
@@ -101,9 +104,11 @@ def export_folder(  # noqa: PLR0913 - a front door
     `source` may be a selector of a run, such as "runs/a@latest". `only` is the component to write,
     or a name within one. `dtype` ("bf16", "float16", ...) converts floating tensors, as `cast` of a
     load does. `max_shard_size` limits the data of a file. `include` and `exclude` are globs on
-    names in the checkpoint. With `reflink`, a file of the checkpoint that contains only whole
-    tensors of the export is cloned if the file system can, else copied by the kernel; such a file
-    may be larger than `max_shard_size`. `progress` is called with the bytes done and in all.
+    names in the checkpoint. `rename` is that of `dc.load`, also with operations; the other options
+    then take the new names, such as "model.embed". With `reflink` and no `rename`, a file of the
+    checkpoint is cloned if it contains only whole tensors of the export. If the file system cannot,
+    the kernel copies it. Such a file may be larger than `max_shard_size`. `progress` is called with
+    the bytes done and in all.
 
     On return the folder is durable. Until then it has another name, and after an error it does not
     exist. `overwrite` replaces the folder of an earlier export, and keeps its other files.
@@ -119,6 +124,7 @@ def export_folder(  # noqa: PLR0913 - a front door
         max_shard_size=max_shard_size,
         include=include,
         exclude=exclude,
+        rename=rename,
         overwrite=overwrite,
         reflink=reflink,
     )
@@ -134,6 +140,7 @@ def plan_export(  # noqa: PLR0913 - those of `export_folder`
     max_shard_size: int | str = DEFAULT_SHARD_SIZE,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
+    rename: RenameRules | None = None,
     overwrite: bool = False,
     reflink: bool = False,
 ) -> WritePlan[int]:
@@ -152,10 +159,11 @@ def plan_export(  # noqa: PLR0913 - those of `export_folder`
     if path != real_path(source_path):  # an export may replace a folder that is its source
         check_outside(real_path(source_path), path)
     retained = _check_replaceable(target, path, overwrite=overwrite)
-    opened = OpenCheckpoint.at(storage, source_path)
+    opened = rename_checkpoint(OpenCheckpoint.at(storage, source_path), rename)
     with opened.handle_damage():
         tensors = select_tensors(opened.catalog, source_path, only, selection, new_dtype)
-        files = pack_files(tensors, max_nbytes, _whole_files(opened, tensors) if reflink else {})
+        cloned = _whole_files(opened, tensors) if reflink and not rename else {}
+        files = pack_files(tensors, max_nbytes, cloned)
     names = os.listdir(path) if os.path.isdir(path) else []
     return WritePlan(
         path,

@@ -24,10 +24,12 @@ from typing import IO, Any
 import torch
 
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
+from dist_ckpt.core.checkpoint.renamed_checkpoint import rename_checkpoint
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import row_major_strides
 from dist_ckpt.core.format.index.index import TensorRecord
 from dist_ckpt.core.planning.name_selection import Selection, excluded_names, parse_selection
+from dist_ckpt.core.state.binding.sources.rename import RenameRules
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, build_saved_tree
 from dist_ckpt.core.state.tensors.local_tensors import torch_dtype
 from dist_ckpt.core.state.tensors.plain_torch import make_torch_value
@@ -71,6 +73,7 @@ def export_file(  # noqa: PLR0913 - a front door
     only: str | None = None,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
+    rename: RenameRules | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> int:
@@ -81,7 +84,8 @@ def export_file(  # noqa: PLR0913 - a front door
     arrays become tensors. Parameters of an optimizer get the names of torch's
     `get_optimizer_state_dict`, which the optimizer's `load_state_dict` also accepts. `only` is the
     one component, or container within one, to write. `include` and `exclude` are globs on names in
-    the checkpoint.
+    the checkpoint. `rename` is that of `dc.load`, also with operations; the other options then
+    take the new names.
 
     One process calls this. It needs some tens of MiB for tensors of any size, and checks every
     block that it reads. `progress` is called with the bytes done and in all.
@@ -94,7 +98,13 @@ def export_file(  # noqa: PLR0913 - a front door
     `overwrite` if something exists there; otherwise the errors of `dc.open` and of reading.
     """
     plan = plan_export_file(
-        source, file, only=only, include=include, exclude=exclude, overwrite=overwrite
+        source,
+        file,
+        only=only,
+        include=include,
+        exclude=exclude,
+        rename=rename,
+        overwrite=overwrite,
     )
     return plan.run(progress)
 
@@ -104,15 +114,16 @@ def plan_export_file(
     file: str | os.PathLike[str],
     *,
     only: str | None = None,
-    include: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
+    rename: RenameRules | None = None,
     overwrite: bool = False,
+    **patterns: str | Sequence[str] | None,
 ) -> WritePlan[int]:
     """Return the plan of `export_file`. Raises the errors that it raises before it writes.
 
-    Its size is a minimum: it does not count the archive's headers and padding.
+    `patterns` are `include` and `exclude`. Its size is a minimum: it does not count the archive's
+    headers and padding.
     """
-    selection = parse_selection(include, exclude)
+    selection = parse_selection(patterns.get("include"), patterns.get("exclude"))
     if only is not None and (not isinstance(only, str) or not only):
         raise ValueError(f"only={only!r}: give the name of a component, or None for all")
     if os.fspath(file).endswith(SAFETENSORS):
@@ -122,7 +133,9 @@ def plan_export_file(
     storage, source_path = OPENER.find(source)
     path = check_new_file(file, overwrite=overwrite)
     check_outside(real_path(source_path), real_path(path))
-    opened = OpenCheckpoint.at(storage, source_path, make=make_torch_value)
+    opened = rename_checkpoint(
+        OpenCheckpoint.at(storage, source_path, make=make_torch_value), rename
+    )
     saved = build_saved_tree(opened.catalog, opened.objects(), opened.objects)
     state, contained, not_plain = build_torch_state(saved, source_path, only, selection)
     # The widest dtype first, so that each tensor is aligned to it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from dist_ckpt.core.format.geometry import Region, RegionPiece, Shape
+from dist_ckpt.core.planning.tensor_operations import SourceBox
 
 
 class CellReader(Protocol):
@@ -43,3 +44,25 @@ class Target(Protocol):
         `data` begins with the first element of the box. `strides` are in elements. The data has the
         dtype of the cell.
         """
+
+
+class BoxTarget:
+    """A `Target` for a box of a saved tensor that is a piece of another tensor's cell.
+
+    `cell` is the memory of that cell, and `part` is its part that has the box.
+    """
+
+    __slots__ = ("_cell", "_part", "_piece")
+
+    def __init__(self, piece: SourceBox, part: RegionPiece, cell: Target) -> None:
+        self._piece, self._part, self._cell = piece, part, cell
+
+    def memory(self) -> memoryview | None:
+        """Return None: the order of the elements may differ."""
+        return None
+
+    def place(self, piece: RegionPiece, box: Region, data: memoryview, strides: Shape) -> None:
+        """Copy the elements of a box of the saved tensor into the cell."""
+        del piece
+        placed, steps = self._piece.to_result(box, strides)
+        self._cell.place(self._part, placed, data, steps)

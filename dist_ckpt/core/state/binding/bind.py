@@ -99,6 +99,8 @@ class Binding:
     - `missing`: names of the state that the checkpoint lacks.
     - `unrequested`: saved names, as in the catalog, that this rank's state does not have. A name
       that is unrequested on every rank is unexpected (see `unexpected_problem`).
+    - `unrequested_parts`: tensors that a rename makes, and that this rank's state does not have,
+      though it may have other parts of the same saved tensor.
     - `dropped`: names that a policy or a rename left out.
     - `assumed`: texts about what the load assumes.
     - `pattern_problems`: error texts for patterns that match no name.
@@ -121,6 +123,7 @@ class Binding:
         )
         self.loads_objects = bool(context.object_loads or context.generators)
         self.unrequested = context.unrequested()
+        self.unrequested_parts = context.unrequested_parts()
         self.pattern_problems = () if saved.problems else context.pattern_problems()
         self.problems = (*saved.problems, *context.problems)
         if saved.problems:

@@ -187,8 +187,23 @@ class BindContext:
 
     def unrequested(self) -> tuple[str, ...]:
         """Return the saved names that the state does not have, as in the catalog."""
-        leaves = self.saved.leaves.items()
-        return tuple(f for name, f in leaves if f not in self.requested and self.is_selected(name))
+        derived = self.saved.derived
+        leaves = [(n, f) for n, f in self.saved.leaves.items() if f not in self.requested]
+        unrequested = [f for name, f in leaves if self.is_selected(name)]
+        if not derived:
+            return tuple(unrequested)
+        used = {s for f in self.requested if f in derived for s in derived[f].sources}
+        sources = (s for f in unrequested for s in (derived[f].sources if f in derived else (f,)))
+        return tuple(s for s in dict.fromkeys(sources) if s not in used)
+
+    def unrequested_parts(self) -> tuple[str, ...]:
+        """Return the tensors that a rename makes, and that the state does not have."""
+        derived = self.saved.derived
+        return tuple(
+            name
+            for name, fqn in self.saved.leaves.items()
+            if fqn in derived and fqn not in self.requested and self.is_selected(name)
+        )
 
     def selected_leaves(self, name: str) -> list[str]:
         """Return the selected saved leaves at and below a name."""

@@ -7,7 +7,7 @@ copied. If the copies do not agree on the shared bytes, `finish_tensors` raises 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import islice
@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 import torch
 
-from dist_ckpt.core.format.geometry import Cell, Region, Shape
+from dist_ckpt.core.format.geometry import Cell, Region, RegionPiece, Shape
 from dist_ckpt.core.format.index.index import TensorRecord
 from dist_ckpt.core.planning.name_selection import Selection
 from dist_ckpt.core.planning.plan import TensorRequest
+from dist_ckpt.core.planning.tensor_operations import DerivedTensor, SourceBox
 from dist_ckpt.core.planning.tensor_views import (
     Flattened,
     RuleSharded,
@@ -27,7 +28,7 @@ from dist_ckpt.core.planning.tensor_views import (
     compute_cells,
     find_pieces_problem,
 )
-from dist_ckpt.core.shard_io.memory.cell_memory import Target
+from dist_ckpt.core.shard_io.memory.cell_memory import BoxTarget, Target
 from dist_ckpt.core.shard_io.memory.torch_tensor import (
     CastTarget,
     TensorTarget,
@@ -155,11 +156,25 @@ class PlacementHint:
     classes: Mapping[str, type[torch.Tensor]] = field(default_factory=dict)
 
 
+class _BoxRead(NamedTuple):
+    """A box of a saved tensor that is read into a part of cell number `cell` of a `_Fill`.
+
+    It has the number `requested` among all requested cells of `fqn`.
+    """
+
+    fqn: str
+    requested: int
+    cell: int
+    piece: SourceBox
+    part: RegionPiece
+
+
 class _Fill(NamedTuple):
     """One request for cells of a stored tensor, and the memory that they fill.
 
     `cells[i]` has the number `first + i` among all requested cells of the tensor. `parts[i]` is its
     memory; for a `NewTensor` it is allocated later. `cast_from` is the saved dtype if it differs.
+    A tensor that operations of a rename make has no stored cells, but `reads`.
     """
 
     name: str
@@ -168,6 +183,7 @@ class _Fill(NamedTuple):
     cells: tuple[Cell, ...]
     parts: tuple[torch.Tensor, ...] | NewTensor
     cast_from: str | None
+    reads: tuple[_BoxRead, ...] = ()
 
 
 class FillTargets:
@@ -377,8 +393,16 @@ class FillTargets:
             if index in shared:
                 memory = tuple(torch.empty(p.shape, dtype=p.dtype, device="cpu") for p in parts)
                 self._alias_buffers.append(AliasBuffers(fill.name, parts, memory))
-            for number, (cell, part) in enumerate(zip(fill.cells, memory, strict=True), fill.first):
-                targets[fill.fqn, number] = self._make_target(fill, part, cell)
+            made = [
+                self._make_target(fill, part, cell)
+                for cell, part in zip(fill.cells, memory, strict=True)
+            ]
+            if fill.reads:
+                for read in fill.reads:
+                    target = BoxTarget(read.piece, read.part, made[read.cell])
+                    targets[read.fqn, read.requested] = target
+            else:
+                targets.update(((fill.fqn, n), target) for n, target in enumerate(made, fill.first))
         synchronize(self._device_tensors)  # before the first byte is written
         return targets
 
@@ -521,15 +545,29 @@ class FillTargets:
         parts: tuple[torch.Tensor, ...] | NewTensor,
         cast_from: str | None = None,
     ) -> None:
+        if (made := self._saved.derived.get(fqn)) is not None:
+            reads = tuple(self._request_pieces(made, cells))
+            if reads:  # otherwise the local tensor is empty
+                self._fills.append(_Fill(name, fqn, 0, cells, parts, cast_from, reads))
+            return
         wanted = self._cells.get(fqn, ())
         self._cells[fqn] = wanted + cells
         if cells:  # otherwise the local tensor is empty
             self._fills.append(_Fill(name, fqn, len(wanted), cells, parts, cast_from))
 
+    def _request_pieces(self, made: DerivedTensor, cells: tuple[Cell, ...]) -> Iterator[_BoxRead]:
+        for number, cell in enumerate(cells):
+            for piece, part, box in made.requests(cell):
+                wanted = self._cells.get(piece.source, ())
+                self._cells[piece.source] = (*wanted, box)
+                yield _BoxRead(piece.source, len(wanted), number, piece, part)
+
     def _check_stored_layout(
         self, name: str, record: TensorRecord, cells: tuple[Cell, ...]
     ) -> bool:
         """Return True if all cells are cells of the stored layout; else record a resharded name."""
+        if self._saved_tensor(name)[0] in self._saved.derived:
+            return True  # it is stored in other tensors
         layout = self._saved.catalog.layouts[record.layout]
         if record.layout not in self._stored_cells:
             stored = (layout.cell(number) for number in range(layout.cut.num_cells))

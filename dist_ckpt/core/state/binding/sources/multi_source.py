@@ -14,6 +14,7 @@ from dist_ckpt.core.format.geometry import Layout
 from dist_ckpt.core.format.index.index import Catalog, Fusion, Key, TensorRecord
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.name_selection import names_above
+from dist_ckpt.core.planning.tensor_operations import DerivedTensor
 from dist_ckpt.core.state.binding.sources.saved_tree import (
     GROUPS_INFIX,
     SavedTree,
@@ -45,6 +46,7 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
     tree's `problems` report it. They contain the problems of each source too. `left_out` are the
     names that the selections of sources leave out.
     """
+    views = [_number_derived(view, position) for position, view in enumerate(views)]
     catalogs = {view.number: view.saved.catalog for view in views}
     origins = tuple(SourceCatalog(path, catalogs[number]) for number, path in enumerate(paths))
     allocation = _Allocation()
@@ -67,6 +69,13 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
         numpy=frozenset(
             name for names in provided for name in names.saved.numpy & names.leaves.keys()
         ),
+        derived=_merge_derived(views),
+        equal={
+            name: tuple(with_source(view.number, fqn) for fqn in fqns)
+            for view in views
+            for name, fqns in view.saved.equal.items()
+            if view.scope.provides(name)
+        },
         main={with_source(n, fqn): v for n, main in mains.items() for fqn, v in main.items()},
         read=_merge_readers({view.number: view.saved.read for view in views}),
         dropped=tuple(dict.fromkeys(name for view in views for name in view.saved.dropped)),
@@ -309,6 +318,24 @@ def _merge_catalogs(origins: Sequence[SourceCatalog]) -> Catalog:
         parameters=parameters,
         fused=fused,
     )
+
+
+def _number_derived(view: SourceView, position: int) -> SourceView:
+    """Give derived tensors unique names: several views may be of one checkpoint."""
+    if not view.saved.derived:
+        return view
+    new = {fqn: f"{position} {fqn}" for fqn in view.saved.derived}
+    leaves = {name: new.get(fqn, fqn) for name, fqn in view.saved.leaves.items()}
+    derived = {new[fqn]: tensor for fqn, tensor in view.saved.derived.items()}
+    return replace(view, saved=replace(view.saved, leaves=leaves, derived=derived))
+
+
+def _merge_derived(views: Sequence[SourceView]) -> dict[str, DerivedTensor]:
+    return {
+        with_source(view.number, fqn): tensor.map_sources(partial(with_source, view.number))
+        for view in views
+        for fqn, tensor in view.saved.derived.items()
+    }
 
 
 def _merge_readers(

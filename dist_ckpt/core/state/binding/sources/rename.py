@@ -1,7 +1,6 @@
 """The option `rename`: rules from saved names to names of the state, with wildcards. Pure.
 
-Each wildcard matches as little as possible, and a match is never tried again. So matching is fast
-for any name.
+A rule may have operations, such as a stack: `derived_tensors.py` applies these rules.
 
 The state of an optimizer moves with its parameter (`Rename._move_with_parameter`). For example, the
 rule {"model.a": "model.b"} also renames the state of a weight of "model.a" in "optim.state". For a
@@ -10,44 +9,57 @@ class of optimizer whose state has other keys see `core/state/optimizer_state.py
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count, starmap, takewhile
+from itertools import takewhile
 from operator import eq
+from typing import Protocol
 
 from dist_ckpt.core.planning.name_selection import names_above
+from dist_ckpt.core.state.binding.sources.derived_tensors import OperationRule, operation_from_json
+from dist_ckpt.core.state.binding.sources.name_patterns import NamePattern, NameTemplate, is_star
 from dist_ckpt.core.state.tree.containers import child_name
 
-_WILDCARD = re.compile(r"(\*+|\{[^{}]*\}|[{}])")
+# Between the saved names of one rule, in a JSON file.
+_AND = " + "
+
 # Limit of the missing names to examine: each one is compared with all unrequested saved names.
 _MAX_EXAMINED = 16
 
 
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    """One rule, from the user's `pattern`. `start` is its text before the first wildcard.
+class RenameRules(Protocol):
+    """The option `rename`: a mapping from saved names to new names.
 
-    `replacement` has texts and group numbers of `regex` in turn; None drops the matching names.
+    A rule with operations has one saved name, or a tuple of them. Its list ends with the new name,
+    or with a tuple of new names. (A Mapping would not take all dicts of these: its keys are
+    invariant for type checkers.)
     """
 
-    pattern: str
-    start: str
-    regex: re.Pattern[str]
-    replacement: tuple[str | int, ...] | None
+    def items(self) -> Iterable[tuple[Sequence[str], Sequence[object] | None]]:
+        """Return the rules."""
 
-    def match(self, name: str) -> re.Match[str] | None:
-        """Match a name; if it does not match, match the nearest name above it that does."""
-        if not name.startswith(self.start):
-            return None
-        return next(filter(None, map(self.regex.fullmatch, names_above(name))), None)
 
-    def new_name(self, match: re.Match[str], name: str) -> str | None:
-        """Return the new name of a match, followed by the rest of the name; None to drop it."""
-        if self.replacement is None:
+@dataclass(frozen=True, slots=True)
+class _Rule:
+    """One rule without operations. A `replacement` of None drops the matching names."""
+
+    pattern: NamePattern
+    replacement: NameTemplate | None
+
+    def find_new_name(self, name: str) -> tuple[str | None] | None:
+        """Return the new name of a name, or of the nearest name above it that matches.
+
+        The rest of the name follows. The item is None to drop the name. Without a match, the
+        result is None.
+        """
+        if not name.startswith(self.pattern.template.texts[0]):
             return None
-        texts = (token if isinstance(token, str) else match[token] for token in self.replacement)
-        return "".join(texts) + name[match.end() :]
+        for above in names_above(name):
+            if (values := self.pattern.match(above)) is not None:
+                if self.replacement is None:
+                    return (None,)
+                return (self.replacement.fill(values) + name[len(above) :],)
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +74,7 @@ class Rename:
     """
 
     rules: tuple[_Rule, ...] = ()
+    with_operations: tuple[OperationRule, ...] = ()
 
     def apply(
         self, names: Iterable[str], states: Mapping[str, tuple[str, str]] | None = None
@@ -94,14 +107,35 @@ class Rename:
                 rules = ruled[first], ruled[name]
                 colliding.setdefault(rules, []).append((first, name, new))
         used = {pattern for patterns in ruled.values() for pattern in patterns}
-        unused = [rule.pattern for rule in self.rules if rule.pattern not in used]
+        unused = [rule.pattern.text for rule in self.rules if rule.pattern.text not in used]
         return renamed, tuple(_problems(disagreeing, colliding, unused))
+
+    def find_stems(self, stems: Iterable[str]) -> dict[str, str]:
+        """Return the new name of each name above the state of parameters, if a rule moves it."""
+        found = {stem: self._find_new_names(stem) for stem in dict.fromkeys(stems)}
+        return {
+            stem: name
+            for stem, new in found.items()
+            if (name := next(iter(new.values()), None)) is not None
+        }
+
+    def shared_problems(self, used: Mapping[str, str]) -> Iterator[str]:
+        """Yield a problem for each name that rules with and without operations match.
+
+        `used` has the rule with operations of each name, or "" for the state of a parameter.
+        """
+        for name, label in used.items():
+            if label and (others := self._find_new_names(name)):
+                yield (
+                    f"{label}: {name!r} is also matched by {sorted(others)}: change the patterns "
+                    "so that only one matches"
+                )
 
     def _find_new_names(self, name: str) -> dict[str, str | None]:
         return {
-            rule.pattern: rule.new_name(match, name)
+            rule.pattern.text: new[0]
             for rule in self.rules
-            if (match := rule.match(name)) is not None
+            if (new := rule.find_new_name(name)) is not None
         }
 
     def _move_with_parameter(
@@ -148,77 +182,56 @@ def _problems(
 # --- patterns --------------------------------------------------------------------------------
 
 
-def parse_rename(rules: Mapping[str, str | None] | None) -> Rename:
+def parse_rename(rules: RenameRules | None) -> Rename:
     """Check a load's `rename`. Raises TypeError or ValueError."""
     if rules is not None and not isinstance(rules, Mapping):
         raise TypeError(f"rename={rules!r}: give a mapping from saved names to names or None")
-    return Rename(tuple(starmap(_parse_rule, (rules or {}).items())))
+    plain: list[_Rule] = []
+    with_operations: list[OperationRule] = []
+    for names, new in (rules or {}).items():
+        if isinstance(names, tuple) or isinstance(new, list | tuple):
+            with_operations.append(OperationRule.parse(names, new))
+        else:
+            plain.append(_parse_rule(names, new))
+    return Rename(tuple(plain), tuple(with_operations))
+
+
+def rules_from_json(document: object) -> RenameRules:
+    """Return the rules of a JSON file. Raises TypeError or ValueError.
+
+    It is an object as for `dc.load`, with "a + b" for a tuple of saved names, and with operations
+    as `operation_from_json` takes them.
+    """
+    if not isinstance(document, dict):
+        raise TypeError("rename: give an object from saved names to new names")
+    rules: dict[Sequence[str], Sequence[object] | None] = {}
+    for key, value in document.items():
+        names = tuple(key.split(_AND)) if _AND in key else key
+        if isinstance(value, list) and value:
+            *operations, last = value
+            new = tuple(last) if isinstance(last, list) else last
+            rules[names] = [*map(operation_from_json, operations), new]
+        else:
+            rules[names] = value
+    parse_rename(rules)
+    return rules
 
 
 def _parse_rule(pattern: object, replacement: object) -> _Rule:
     label = f"rename has {pattern!r}: {replacement!r}"
     if not isinstance(pattern, str) or not isinstance(replacement, str | None):
-        raise TypeError(f"{label}: map a saved name to a name or None")
+        raise TypeError(f"{label}: map a saved name to a name, None, or operations and a name")
     if not pattern or replacement == "":
         raise ValueError(f"{label}: a name cannot be empty")
-    if any(mark in pattern for mark in "?["):
-        raise ValueError(f"{label}: `*` and `{{name}}` are the only wildcards here")
-    texts, names = _parse(pattern, label)
-    if "" in texts[1:-1]:
-        raise ValueError(f"{label}: write a text between two wildcards, or leave one of them out")
-    if len(set(names)) < len(names):
-        raise ValueError(f"{label}: give each {{name}} of the pattern a different name")
-    new = None if replacement is None else _parse_replacement(replacement, names, label)
-    return _Rule(pattern, texts[0], re.compile(_regex(texts, names), re.DOTALL), new)
-
-
-def _parse_replacement(replacement: str, names: Sequence[str], label: str) -> tuple[str | int, ...]:
-    (first, *texts), wildcards = _parse(replacement, label)
-    if list(filter(_is_star, names)) != list(filter(_is_star, wildcards)):
+    parsed = NamePattern.parse(pattern, label)
+    if replacement is None:
+        return _Rule(parsed, None)
+    new, names = NameTemplate.parse(replacement, label), parsed.template.wildcards
+    if list(filter(is_star, names)) != list(filter(is_star, new.wildcards)):
         raise ValueError(f"{label}: give both sides the same number of `*`")
-    if unknown := [name for name in wildcards if name not in names]:
+    if unknown := [name for name in new.wildcards if name not in names]:
         raise ValueError(f"{label}: the saved name has no {{{unknown[0]}}}: add it there")
-    tokens: list[str | int] = [first]
-    for name, text in zip(wildcards, texts, strict=True):
-        tokens += [names.index(name) + 1, text]
-    return tuple(tokens)
-
-
-def _parse(pattern: str, label: str) -> tuple[list[str], list[str]]:
-    """Split a pattern into texts and the names of its wildcards. The name of a `*` is a number."""
-    tokens = _WILDCARD.split(pattern)
-    names: list[str] = []
-    stars = count()
-    for mark in tokens[1::2]:
-        if mark[0] != "*" and not mark[1:-1].isidentifier():
-            raise ValueError(f"{label}: write a wildcard as {{name}}, with a word as its name")
-        names.append(str(next(stars)) if mark[0] == "*" else mark[1:-1])
-    return tokens[::2], names
-
-
-def _is_star(name: str) -> bool:
-    return name.isdigit()
-
-
-def _regex(texts: Sequence[str], names: Sequence[str]) -> str:
-    """Return a regular expression. Its groups are atomic, so that it never backtracks.
-
-    The text after a wildcard, up to the next `*`, is searched as a whole. The first match is
-    correct: a later match would leave less text for the other wildcards.
-    """
-    first, *further = map(re.escape, texts)
-    runs = [first]
-    for number, (name, text) in enumerate(zip(names, further, strict=True), 1):
-        if _is_star(name):
-            runs.append(text)
-        elif number < len(names):
-            runs[-1] += f"(?>([^.]+?){text})"
-        else:
-            runs[-1] += f"([^.]+?){text}"
-    if len(runs) == 1:
-        return runs[0]
-    first, *inner, last = runs
-    return first + "".join(f"(?>(.*?){run})" for run in inner) + f"(.*?){last}"
+    return _Rule(parsed, new)
 
 
 # --- suggested rules -------------------------------------------------------------------------

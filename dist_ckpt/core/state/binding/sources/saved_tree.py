@@ -11,7 +11,13 @@ from functools import cache
 from dist_ckpt.core.format.index.index import Catalog, Key, Node, TensorRecord
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.name_selection import Selection, names_above
-from dist_ckpt.core.state.binding.sources.rename import parse_rename
+from dist_ckpt.core.planning.tensor_operations import DerivedTensor
+from dist_ckpt.core.state.binding.sources.derived_tensors import (
+    Derivation,
+    SavedStates,
+    derive_tensors,
+)
+from dist_ckpt.core.state.binding.sources.rename import RenameRules, parse_rename
 from dist_ckpt.core.state.tree.containers import (
     MAX_DEPTH,
     RECORD,
@@ -23,6 +29,8 @@ from dist_ckpt.core.state.tree.containers import (
 from dist_ckpt.errors import CorruptError
 
 _SOURCE = "source "
+# The start of the names of derived tensors, and the number of their layout.
+_DERIVED, _NO_LAYOUT = "rename: ", -1
 _PARAMS = ".params"
 GROUPS_INFIX = ".param_groups."
 _GROUP = re.compile(r"(?:.*\.)?param_groups\.[0-9]+", re.DOTALL)
@@ -118,6 +126,10 @@ class SavedTree:
       `read(rank)` returns the objects file of another rank.
     - `dropped`: the saved names that the rename leaves out.
     - `objects`: the names of objects whose `state_dict` was saved, sorted.
+    - `derived`: the tensors that operations of the rename make, by their names in `leaves`. They
+      are made of tensors of the catalog, which does not have them.
+    - `equal`: names with one value that several saved values must agree on, with their names in the
+      catalog.
 
     Only for several checkpoints, `origins`. The catalog then has names of `with_source`:
 
@@ -142,6 +154,15 @@ class SavedTree:
     left_out: tuple[str, ...] = ()
     stepless: frozenset[str] = frozenset()
     objects: Sequence[str] = ()
+    derived: Mapping[str, DerivedTensor] = field(default_factory=dict)
+    equal: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def derived_names(self) -> tuple[str, ...]:
+        """The names of the tensors that operations make."""
+        if not self.derived:
+            return ()
+        return tuple(name for name, fqn in self.leaves.items() if fqn in self.derived)
 
     def source_number(self, name: str) -> int:
         """Return the number of the checkpoint that has a name, or the first name below it."""
@@ -167,6 +188,8 @@ class SavedTree:
         """Return a tensor's name in the index, and its record; None if it is not a tensor."""
         if (fqn := self.leaves.get(name)) is None:
             return None
+        if (made := self.derived.get(fqn)) is not None:
+            return fqn, TensorRecord(made.dtype, made.shape, _NO_LAYOUT, 0, 0)
         fqn = self.catalog.aliases.get(fqn, fqn)
         record = self.catalog.tensors.get(fqn)
         return None if record is None else (fqn, record)
@@ -283,7 +306,7 @@ def build_saved_tree(
     main: ObjectsFile,
     read: Callable[[int], ObjectsFile],
     *,
-    rename: Mapping[str, str | None] | None = None,
+    rename: RenameRules | None = None,
 ) -> SavedTree:
     """Return a checkpoint as a tree. `main` is the objects file of rank 0.
 
@@ -300,8 +323,12 @@ def build_saved_tree(
             "checkpoint"
         )
     # A parameter without saved state has its name only in the groups.
-    stems = ((state_name(group), params) for group, params in groups.items())
-    states = {child_name(stem, p): (stem, p) for stem, params in stems for p in params}
+    groups_by_state = {child_name(state_name(g), p): g for g, ps in groups.items() for p in ps}
+    states = {
+        state: (stem, state[len(stem) + 1 :])
+        for state, group in groups_by_state.items()
+        for stem in (state_name(group),)
+    }
     # Only state of saved parameters moves with its parameter. Older checkpoints, and those of
     # torch's helpers, have other names in the groups.
     saved = {*catalog.tensors, *catalog.aliases, *catalog.values} if rename else set()
@@ -310,13 +337,26 @@ def build_saved_tree(
         for state, (stem, name) in states.items()
         if name in saved or child_name(name, RECORD) in saved
     }
-    renamed, problems = rules.apply(dict.fromkeys((*names, *states)), movable)
+    new_stems = rules.find_stems(stem for stem, _ in movable.values())
+    made = derive_tensors(
+        rules.with_operations, catalog, SavedStates(movable, groups_by_state, new_stems)
+    )
+    used = _names_at_and_below(made.rules, (*names, *states))
+    renamed, problems = rules.apply(
+        dict.fromkeys(name for name in (*names, *states) if name not in used), movable
+    )
+    problems = (*made.problems, *rules.shared_problems(made.rules), *problems)
+    leaves = {new: name for name in names if (new := renamed.get(name)) is not None}
+    problems += tuple(_find_clashes(leaves, made))
     if problems:
-        renamed = dict(zip(names, names, strict=True))
-    leaves = {new: name for name in names if (new := renamed[name]) is not None}
-    params = dict(_rename_groups(groups, renamed))
+        made, used = Derivation(), frozenset()
+        renamed = {name: name for name in (*names, *states)}
+        leaves = dict(zip(names, names, strict=True))
+    leaves |= {name: _DERIVED + name for name in made.tensors} | made.copies
+    params = dict(_rename_groups(groups, renamed, made.params))
     moved = _move_containers(main.tree, renamed)
-    kinds, entries = _read_containers(main.tree, renamed, moved, leaves, params)
+    containers = _find_containers(made)
+    kinds, entries = _read_containers(main.tree, renamed, moved, leaves, (params, *containers))
     _check_tree(kinds, entries)
     problems += tuple(
         f"rename: {name!r} would be a container and {leaves[name]!r}: change the rules, or drop "
@@ -334,13 +374,32 @@ def build_saved_tree(
         numpy=frozenset(new for new, name in leaves.items() if name in numpy),
         main=main.values,
         read=cache(read),
-        dropped=tuple(name for name in names if renamed[name] is None),
+        dropped=tuple(name for name in names if name not in used and renamed[name] is None),
         problems=problems,
         order=sorted(leaves),
         objects=sorted(
             new for name in main.objects if (new := moved.get(name, renamed.get(name))) is not None
         ),
+        derived={_DERIVED + name: tensor for name, tensor in made.tensors.items()},
+        equal=made.equal,
     )
+
+
+def _names_at_and_below(above: Collection[str], names: Iterable[str]) -> frozenset[str]:
+    if not above:
+        return frozenset()
+    chosen = frozenset(above)
+    return frozenset(name for name in names if not chosen.isdisjoint(names_above(name)))
+
+
+def _find_clashes(leaves: Mapping[str, str], made: Derivation) -> Iterator[str]:
+    """Yield a problem for each new name that two rules make."""
+    for name in (*made.tensors, *made.copies):
+        if name in leaves:
+            yield (
+                f"rename: {name!r} would be made by operations, and {leaves[name]!r} has that name "
+                "too: change the rules, or drop one of the two with None"
+            )
 
 
 def _read_groups(catalog: Catalog, main: ObjectsFile) -> dict[str, Sequence[str]]:
@@ -368,13 +427,18 @@ def state_name(group: str) -> str:
 
 
 def _rename_groups(
-    groups: Mapping[str, Sequence[str]], renamed: Mapping[str, str | None]
+    groups: Mapping[str, Sequence[str]],
+    renamed: Mapping[str, str | None],
+    made: Mapping[str, Sequence[str]],
 ) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield each group with its parameters' new names. `made` has those that operations make."""
     for group, params in groups.items():
         if (new_group := renamed[group]) is None:
             continue
         before, after = f"{state_name(group)}.", f"{state_name(new_group)}."
-        new = (renamed.get(before + p, before + p) for p in params)
+        new: dict[str | None, None] = {}
+        for full in (before + p for p in params):
+            new.update(dict.fromkeys(made.get(full) or (renamed.get(full, full),)))
         yield new_group, [p.removeprefix(after) for p in new if p is not None]
 
 
@@ -389,13 +453,24 @@ def _move_containers(tree: Iterable[Node], renamed: Mapping[str, str | None]) ->
     return moved
 
 
+def _find_containers(made: Derivation) -> tuple[list[str], frozenset[str]]:
+    """Return the states of parameters that operations make, and all names above new tensors."""
+    above = frozenset(
+        up for name in (*made.tensors, *made.copies) for up in names_above(name) if up != name
+    )
+    states = dict.fromkeys(state for states in made.params.values() for state in states)
+    return [state for state in states if state in above], above
+
+
 def _read_containers(
     tree: Iterable[Node],
     renamed: Mapping[str, str | None],
     moved: Mapping[str, str],
     leaves: Iterable[str],
-    groups: Iterable[str],
+    mappings: tuple[Iterable[str], Iterable[str], Collection[str]],
 ) -> tuple[dict[str, str], dict[str, Sequence[tuple[PathKey, str]]]]:
+    """Return the containers and their children. `mappings`: see below, and `_find_containers`."""
+    groups, states, above_made = mappings
     kinds: dict[str, str] = {}
     entries: dict[str, list[tuple[PathKey, str]]] = {}
     fitted: set[str] = set()
@@ -403,15 +478,15 @@ def _read_containers(
         fqn, new = node.fqn, moved[node.fqn]
         children = _children(node, renamed, moved)
         fitting = [(key, child) for key, child in children if child == child_name(new, key)]
-        if not node.keys or fitting or not fqn:
+        if not node.keys or fitting or not fqn or new in above_made:
             if kinds.setdefault(new, node.kind) != node.kind:
                 kinds[new] = "dict"  # a rename has merged two containers
             entries.setdefault(new, []).extend(fitting)
             fitted.update(child for _, child in fitting)
-    for group in groups:
+    for name in (*groups, *states):
         # The value of a group is a dict. Its tensor hyperparameters are items of this dict.
-        kinds.setdefault(group, "dict")
-        entries.setdefault(group, [])
+        kinds.setdefault(name, "dict")
+        entries.setdefault(name, [])
     for name in dict.fromkeys((*leaves, *kinds)):
         if not name or name in fitted:
             continue
