@@ -342,3 +342,10 @@ def as_another_user(given: list[list[str]]) -> subprocess.CompletedProcess[str]:
         timeout=60,
         check=False,
     )
+
+
+def test_tensors_shows_the_pieces_of_a_fused_tensor(run: Run, tmp_path: Path) -> None:
+    config = dc.ShardingConfig({"tp": 1}, {"qkv": {"tp": 0, "pieces": [8, 4, 4]}})
+    dc.save({"model": {"qkv": torch.ones(16)}}, tmp_path / "ck", sharding=config)
+    _, out, _ = run("tensors", tmp_path / "ck")
+    assert "pieces [8, 4, 4] along dimension 0" in out

@@ -57,7 +57,7 @@ def tensors(
                 format_size(info.nbytes),
                 info.component,
                 str(info.num_shards),
-                f"tied to {info.alias_of}" if info.alias_of else "",
+                _notes(info),
             )
             for name, info in rows
         ],
@@ -65,6 +65,13 @@ def tensors(
     )
     nbytes = sum(info.nbytes for _, info in rows if info.alias_of is None)
     click.echo(f"{format_count(len(rows), 'tensor')}, {format_size(nbytes)}")
+
+
+def _notes(info: TensorInfo) -> str:
+    notes = [f"tied to {info.alias_of}"] if info.alias_of else []
+    if info.pieces:
+        notes.append(f"pieces {[*info.pieces]} along dimension {info.fused_dim}")
+    return "; ".join(notes)
 
 
 def select_tensors(path: str, **globs: Any) -> tuple[str, dict[str, TensorInfo]]:

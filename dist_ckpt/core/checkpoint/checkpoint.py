@@ -70,7 +70,11 @@ def open_at(storage: Storage, path: str) -> Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """The metadata of one tensor; `alias_of` names the tensor that it is tied to."""
+    """The metadata of one tensor; `alias_of` names the tensor that it is tied to.
+
+    `pieces` are the sizes of the matrices in a fused tensor, along dimension `fused_dim`. They are
+    known if the rule of the save named them.
+    """
 
     dtype: str
     shape: Shape
@@ -78,6 +82,8 @@ class TensorInfo:
     component: str
     num_shards: int
     alias_of: str | None
+    fused_dim: int | None = None
+    pieces: tuple[int, ...] = ()
 
 
 class Checkpoint:
@@ -131,7 +137,8 @@ class Checkpoint:
     def _info(self, fqn: str) -> TensorInfo:
         """Return the metadata of one tensor."""
         catalog = self.index.catalog
-        record = catalog.tensors[catalog.aliases.get(fqn, fqn)]
+        stored = catalog.aliases.get(fqn, fqn)
+        record, fusion = catalog.tensors[stored], catalog.fused.get(stored)
         return TensorInfo(
             dtype=record.dtype,
             shape=record.shape,
@@ -139,6 +146,8 @@ class Checkpoint:
             component=catalog.components[record.component].name,
             num_shards=catalog.layouts[record.layout].cut.num_cells,
             alias_of=catalog.aliases.get(fqn),
+            fused_dim=fusion.dim if fusion else None,
+            pieces=fusion.sizes if fusion else (),
         )
 
     @cached_property

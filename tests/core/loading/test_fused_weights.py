@@ -218,10 +218,10 @@ def test_a_cast_and_a_background_of_rank_one_keep_the_order(tmp_path: Path) -> N
 # --- what is stored --------------------------------------------------------------------------
 
 
-def pieces_in(path: object) -> dict[str, tuple[int, tuple[int, ...]]]:
+def pieces_in(path: object) -> dict[str, tuple[int | None, tuple[int, ...]]]:
     with dc.open(str(path)) as checkpoint:
-        fused = checkpoint.index.catalog.fused
-        return {fqn: (fusion.dim, fusion.sizes) for fqn, fusion in fused.items()}
+        tensors = checkpoint.tensors.items()
+        return {fqn: (info.fused_dim, info.pieces) for fqn, info in tensors if info.pieces}
 
 
 def test_a_checkpoint_says_how_its_tensors_are_fused_and_copies_keep_it(tmp_path: Path) -> None:
