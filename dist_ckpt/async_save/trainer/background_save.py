@@ -264,7 +264,7 @@ def save_in_background(
             prepared, save_id, _ = agree(
                 session,
                 partial(_prepare_save, session, job, start, options, state, path),
-                partial(_make_room_and_name, options),
+                partial(_make_room_and_choose_id, options),
                 SaveAgreement[str],
             )
         is_agreed = True
@@ -279,7 +279,7 @@ def save_in_background(
     return SaveHandle(prepared.arguments.path, options.step, job.writer, save, report)
 
 
-def _make_room_and_name(options: SaveOptions, _: object, plan: AgreedPlan) -> str:
+def _make_room_and_choose_id(options: SaveOptions, _: object, plan: AgreedPlan) -> str:
     options.make_room(plan.nbytes_to_write)
     return secrets.token_hex(16)
 

@@ -1,4 +1,4 @@
-"""Agree on the plan and the name of a save. Make a new plan only if the cached one is not valid."""
+"""Agree on the plan of a save and claim it. Make a new plan only if the cached one is not valid."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class AgreedPlan:
 
     The plan is valid until the inventory of a rank changes. `encoded_catalog` is the catalog as in
     an index. `nbytes_to_write` counts all ranks, without files that may be linked.
-    `plan_id` is the name of the first save with this plan, "" before that save.
+    `plan_id` identifies the plan on all ranks. It is what the first save with this plan claimed,
+    as text. It is "" before that save.
     """
 
     inventory: Inventory
@@ -46,7 +47,7 @@ class SaveCache:
     linkable_saves: LinkableSaves = field(default_factory=LinkableSaves)
 
 
-NameT = TypeVar("NameT")
+ClaimedT = TypeVar("ClaimedT")
 PreparationT = TypeVar("PreparationT", bound="Preparation")
 
 
@@ -80,8 +81,8 @@ class SaveProposal(Message, frozen=True):
     """The arguments of a rank, and its cache.
 
     `cached_plan_id` is the `plan_id` of the cached plan if that plan is valid on this rank, else
-    "". `connection_generation` numbers the bulk connections. `pattern_problems` has a text for each
-    pattern that matches nothing on this rank.
+    "". `connection_generation` is the `Collective.generation` of this rank. `pattern_problems` has
+    a text for each pattern that matches nothing on this rank.
     """
 
     arguments: SaveArguments
@@ -94,15 +95,15 @@ _BY_DIGEST = ("metadata", "attached")
 _COMPARED = tuple(name for name in SaveArguments.__struct_fields__ if name not in _BY_DIGEST)
 
 
-class SaveAgreement(Message, Generic[NameT], frozen=True):
+class SaveAgreement(Message, Generic[ClaimedT], frozen=True):
     """The answer to the proposals.
 
-    `name` is unique in this group: the claimed attempt, or in a background save the id of the
-    snapshot. If it is None, the ranks make a new plan. `connection_generation` numbers the bulk
-    connections.
+    `claimed` is unique in this group: the claimed attempt, or in a background save the id of the
+    snapshot. If it is None, the ranks make a new plan. `connection_generation` is the highest of
+    all ranks; `Collective.renew` gets it.
     """
 
-    name: NameT | None
+    claimed: ClaimedT | None
     connection_generation: int
 
 
@@ -123,13 +124,14 @@ class Preparation(Protocol):
 def agree(
     session: Session,
     prepare: Callable[[], PreparationT],
-    begin: Callable[[PreparationT, AgreedPlan], NameT],
-    agreement_type: type[SaveAgreement[NameT]],
-) -> tuple[PreparationT, NameT, AgreedPlan]:
-    """Agree on a save. Return this rank's preparation, the name and the plan. Collective.
+    claim: Callable[[PreparationT, AgreedPlan], ClaimedT],
+    agreement_type: type[SaveAgreement[ClaimedT]],
+) -> tuple[PreparationT, ClaimedT, AgreedPlan]:
+    """Agree on a save. Return this rank's preparation, what was claimed, and the plan. Collective.
 
     If the cached plan is valid on all ranks, this takes one exchange; otherwise two. The
-    coordinator calls `begin` after all checks. All ranks raise the error of any rank.
+    coordinator calls `claim` after all checks: it claims an attempt, or the id of a snapshot. All
+    ranks raise the error of any rank.
     """
     with session.channel.exchange("agree") as agreeing:
         prepared = prepare()
@@ -142,23 +144,23 @@ def agree(
         generation = session.collective.generation
         proposal = SaveProposal(prepared.arguments, plan_id, generation, prepared.pattern_problems)
         if (proposals := agreeing.gather(proposal)) is not None:
-            name = begin(prepared, cached) if check_proposals(proposals) and cached else None
+            claimed = claim(prepared, cached) if check_proposals(proposals) and cached else None
             generation = max(proposal.connection_generation for proposal in proposals)
-            agreeing.decide(SaveAgreement(name, generation))
+            agreeing.decide(SaveAgreement(claimed, generation))
     agreement = agreeing.result(agreement_type)
-    if agreement.name is not None and cached is not None:
-        return prepared, agreement.name, cached
+    if agreement.claimed is not None and cached is not None:
+        return prepared, agreement.claimed, cached
     session.collective.renew(agreement.connection_generation)
     with session.channel.exchange("plan") as planning:
         plan = plan_together(session, prepared.inventory)
         prepared.accept_plan(plan)
         planning.gather(None)
         if planning.is_coordinator:
-            planning.decide(SaveAgreement(begin(prepared, plan), agreement.connection_generation))
-    chosen = planning.result(agreement_type).name
-    assert chosen is not None
-    session.cache(SaveCache).plan = replace(plan, plan_id=str(chosen))
-    return prepared, chosen, plan
+            planning.decide(SaveAgreement(claim(prepared, plan), agreement.connection_generation))
+    claimed = planning.result(agreement_type).claimed
+    assert claimed is not None
+    session.cache(SaveCache).plan = replace(plan, plan_id=str(claimed))
+    return prepared, claimed, plan
 
 
 def check_proposals(proposals: Sequence[SaveProposal]) -> bool:
@@ -177,8 +179,8 @@ def check_proposals(proposals: Sequence[SaveProposal]) -> bool:
     _check_attached(arguments_by_rank)
     if problems := find_common_problems(proposal.pattern_problems for proposal in proposals):
         raise ValueError(f"{arguments_by_rank[0].path}: {listed(problems, '; ')}")
-    names = {proposal.cached_plan_id for proposal in proposals}
-    return len(names) == 1 and "" not in names
+    plan_ids = {proposal.cached_plan_id for proposal in proposals}
+    return len(plan_ids) == 1 and "" not in plan_ids
 
 
 def _check_attached(arguments_by_rank: Sequence[SaveArguments]) -> None:

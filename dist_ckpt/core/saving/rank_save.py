@@ -187,28 +187,30 @@ class RankSave:
         Call `local_state.synchronize()` first.
         """
         with paused_collector():
-            own = self._rank_plan(plan)
+            rank_plan = self._rank_plan(plan)
         objects = encode_objects_files(plan, self.local_state, self._rank, metadata)
         if self._rank == 0:
             objects |= {filenames.attached_file(name): data for name, data in attached.items()}
         return RankFiles(
             step=step,
-            plans=own.files,
-            readers=tuple(partial(self._reader_of, origins) for origins in own.origins),
+            plans=rank_plan.files,
+            readers=tuple(partial(self._reader_of, origins) for origins in rank_plan.origins),
             objects=objects,
         )
 
     def replica_digests(self, plan: SavePlan, *, whole_nbytes: float) -> ReplicaDigests:
         """Return the digests of this rank's members of each replica group, by the group's id.
 
-        The first `whole_nbytes` bytes of a group are digested in full, all others by sample.
+        The members of a group are digested in full as long as they have at most `whole_nbytes`
+        together. All later members are digested by sample.
         """
         self.num_sampled = 0
-        own = self._rank_plan(plan)
+        rank_plan = self._rank_plan(plan)
         # The id of a group is a digest of its ranks. Its members follow from the plan.
-        ids = [document_digest(repr(group.ranks).encode()) for group in own.groups]
+        ids = [document_digest(repr(group.ranks).encode()) for group in rank_plan.groups]
         digests = [
-            tuple(self._digests(group, own.cells, whole_nbytes).items()) for group in own.groups
+            tuple(self._digests(group, rank_plan.cells, whole_nbytes).items())
+            for group in rank_plan.groups
         ]
         return tuple(zip(ids, digests, strict=True))
 
