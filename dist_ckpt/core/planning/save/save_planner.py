@@ -71,21 +71,22 @@ def plan_save(
         world_size,
     )
     components = inventories.merge_components(distinct)
-    numbers = {component.name: number for number, component in enumerate(components)}
+    component_numbers = {component.name: number for number, component in enumerate(components)}
     layouts: dict[int, tuple[int, Layout]] = {}
     records: dict[str, TensorRecord] = {}
     # Equal tensors share a record: most tensors have equals.
     equal_records: dict[TensorRecord, TensorRecord] = {}
     for fqn, tensor in tensors.items():
         layout, rotation = stored[fqn]
-        number, _ = layouts.setdefault(id(layout), (len(layouts), layout))
-        component = numbers.get(tensor.component, 0)
-        record = TensorRecord(tensor.dtype, tensor.shape, number, rotation, component)
+        layout_number, _ = layouts.setdefault(id(layout), (len(layouts), layout))
+        component = component_numbers.get(tensor.component, 0)
+        record = TensorRecord(tensor.dtype, tensor.shape, layout_number, rotation, component)
         records[fqn] = equal_records.setdefault(record, record)
     # A tensor that is linkable on any rank goes to a separate file, which later saves can link.
     fqns = frozenset(fqn for sent in distinct for fqn in sent.inventory.linkable)
     components, linkable = inventories.split_off_linkable(components, records, fqns)
-    values, keys = inventories.find_value_holders(distinct), inventories.find_key_holders(distinct)
+    value_holders = inventories.find_value_holders(distinct)
+    per_rank_holders = inventories.find_key_holders(distinct)
     trained = inventories.merge_parameters(distinct)
     catalog = Catalog(
         world_size=world_size,
@@ -94,16 +95,26 @@ def plan_save(
         layouts=tuple(layout for _, layout in layouts.values()),
         tensors=records,
         aliases=aliases,
-        values={fqn: ranks[0] for fqn, ranks in values.items()},
-        per_rank={fqn: tuple((key, ranks[0]) for key, ranks in keys[fqn]) for fqn in keys},
+        values={fqn: ranks[0] for fqn, ranks in value_holders.items()},
+        per_rank={
+            fqn: tuple((key, ranks[0]) for key, ranks in holders)
+            for fqn, holders in per_rank_holders.items()
+        },
         parameters={fqn: trained[fqn] for fqn in records if fqn in trained} if trained else {},
         fused=inventories.merge_fused(distinct),
     )
-    split = {fqn: t.layout for fqn, t in tensors.items() if stored[fqn][0] is not t.layout}
-    names = inventories.merge_name_lists(distinct)
-    numpy = tuple(dict.fromkeys(fqn for sent in distinct for fqn in sent.inventory.numpy))
-    objects = tuple(dict.fromkeys(fqn for sent in distinct for fqn in sent.inventory.objects))
-    return SavePlan(catalog, split, values, keys, tree, names, numpy, linkable, objects)
+    unsplit = {fqn: t.layout for fqn, t in tensors.items() if stored[fqn][0] is not t.layout}
+    return SavePlan(
+        catalog=catalog,
+        unsplit_layouts=unsplit,
+        value_holders=value_holders,
+        per_rank_holders=per_rank_holders,
+        tree=tree,
+        name_lists=inventories.merge_name_lists(distinct),
+        numpy=tuple(dict.fromkeys(fqn for sent in distinct for fqn in sent.inventory.numpy)),
+        linkable=linkable,
+        objects=tuple(dict.fromkeys(fqn for sent in distinct for fqn in sent.inventory.objects)),
+    )
 
 
 def plan_rank_files(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
@@ -112,8 +123,8 @@ def plan_rank_files(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
     local_cells = [_find_cells(layout, rank) for layout in catalog.layouts]
     cells: _StoredCells = {}
     for fqn, record in catalog.tensors.items():
-        for number, cell in local_cells[record.layout].items():
-            if catalog.layouts[record.layout].holder(number, record.rotation) == rank:
+        for cell_number, cell in local_cells[record.layout].items():
+            if catalog.layouts[record.layout].holder(cell_number, record.rotation) == rank:
                 entry = fqn, record.dtype, record.shape, cell
                 cells.setdefault(record.component, []).append(entry)
     return tuple(
@@ -214,8 +225,8 @@ def find_local_cells(
     """Return the cells of each tensor in a rank's inventory, in the order of its local parts.
 
     Each shard that the rank stores is in exactly one of these cells. A local tensor under a
-    ShardingConfig is one cell, perhaps empty. An alias that the plan stores as a tensor has the
-    cells of its target.
+    ShardingConfig has the cells that its rank has in the layout of the tensor; without any, it has
+    one empty cell. An alias that the plan stores as a tensor has the cells of its target.
     """
     catalog = plan.catalog
     cells_by_view: dict[tuple[int, Shape], tuple[Cell, ...]] = {}
@@ -362,13 +373,13 @@ def _contains(ranks: tuple[int, ...], rank: int) -> bool:
 
 def _plan_file(
     catalog: Catalog,
-    number: int,
+    component_number: int,
     rank: int,
     cells: Sequence[tuple[str, str, Shape, Cell]],
     *,
     is_linkable: bool = False,
 ) -> FilePlan:
-    component = catalog.components[number]
+    component = catalog.components[component_number]
     shards = arrange_shards(cells)
     header = header_text(
         shards,
