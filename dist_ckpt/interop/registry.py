@@ -92,7 +92,7 @@ def open_foreign(storage: Storage, path: str) -> Storage | None:
     """
     if (first_bytes := _first_bytes(storage, path)) is not None:
         _check_fetched(first_bytes, path)
-        if path.endswith((SAFETENSORS, ".json")) and (opened := _open_file(storage, path)):
+        if path.endswith((SAFETENSORS, ".json")) and (opened := _open_one_file(storage, path)):
             return opened
         if first_bytes.startswith(_GGUF_START):
             raise IncompatibleError(
@@ -152,7 +152,7 @@ def _refuse_folder(storage: Storage, path: str, names: Collection[str]) -> None:
         )
 
 
-def _open_file(storage: Storage, path: str) -> Storage | None:
+def _open_one_file(storage: Storage, path: str) -> Storage | None:
     """Present a safetensors file, or those that an index names, as a checkpoint at `path`."""
     model_files = reader_module("readers.model_files")
     name = path.rpartition("/")[2]
@@ -174,7 +174,7 @@ def _import_error(format_name: str, path: str) -> IncompatibleError:
 # --- files -----------------------------------------------------------------------------------
 
 
-def open_file(storage: Storage, path: str) -> ReadableFile:
+def open_foreign_file(storage: Storage, path: str) -> ReadableFile:
     """Open a file, and follow links: all files in the Hugging Face cache are links.
 
     NotFoundError if it does not exist, CorruptError if it is not a regular file, or a pointer of
@@ -212,8 +212,8 @@ def _open(storage: Storage, path: str) -> ReadableFile:
 
 
 def read_bytes(storage: Storage, path: str, max_nbytes: int) -> bytes:
-    """Return the bytes of a file. CorruptError if it is too large; the errors of `open_file`."""
-    with closing(open_file(storage, path)) as file:
+    """Return the bytes of a file. CorruptError if it is too large; or as `open_foreign_file`."""
+    with closing(open_foreign_file(storage, path)) as file:
         if file.nbytes > max_nbytes:
             raise CorruptError(
                 f"{path} has {file.nbytes} bytes, but at most {max_nbytes} are read; fetch it again"

@@ -177,8 +177,8 @@ class CheckedLoad:
     """Checkpoints that fit this rank's state: the binding, and the open files.
 
     `targets` is None until new tensors are allocated. Other ranks connect to `links`, and
-    `encoded_requests` has this rank's block requests. They are None and b"" if the ranks can share
-    nothing.
+    `encoded_requests` has this rank's block requests. If the ranks can share nothing, `links` is
+    None and `encoded_requests` is empty.
     """
 
     resolved: ResolvedSources
@@ -242,7 +242,7 @@ def check_load(
             *_find_unequal(session, selection, saved, sources),
             *chain.from_iterable(
                 find_request_problems(checkpoint.catalog, requests)
-                for checkpoint, requests in zip(sources.checkpoints, wanted, strict=False)
+                for checkpoint, requests in zip(sources.checkpoints, wanted, strict=True)
             ),
         )
         unrequested = encode_bitmap(binding.unrequested, _list_saved_names(sources, saved))

@@ -347,7 +347,7 @@ class _InventoryBuilder:
         self.tensors.append(self.last[number] if is_in_last else entry)
 
     def _describe(self, fqn: str, leaf: TensorLeaf) -> tuple[LocalTensor, View, Shape]:
-        local = locate_for_save(leaf.value, fqn, rank=self.rank, group=self.group_ranks)
+        local = locate_for_save(leaf.value, fqn, rank=self.rank, group_ranks=self.group_ranks)
         view, shape = local.view, local.shape
         if self.rules is not None and isinstance(view, Whole):
             view, shape = self.rules.view(fqn, leaf, shape) or (view, shape)

@@ -2,6 +2,10 @@
 
 A wrapper of a storage overrides one method of `ForwardingStorage`. A tier is not a wrapper: to copy
 each checkpoint after its commit, see `_after_commit` in `checkpointer/maintenance.py`.
+
+No wrapper repeats a call that failed: the call may have taken effect, and a second fsync proves
+nothing. A run repeats the whole save in a new attempt: `RunSession.save` in
+`checkpointer/run_session.py`.
 """
 
 # ruff: noqa: D102  # the protocol, or `ForwardingStorage`, documents the methods
@@ -34,9 +38,9 @@ def free_nbytes(storage: Storage, path: str) -> int | None:
 
 
 class ForwardingStorage:
-    """Forwards every call to `inner`, through `make_call`; `close` does not use it.
+    """Forwards every call to `inner`. Override `make_call` to act at each call but `close`.
 
-    Calls of files first go through `read`, `write`, `finish` or `close`. Override any of these.
+    A call of a file goes through `read`, `write`, `finish` or `close`, which can be overridden too.
     """
 
     def __init__(self, inner: Storage) -> None:

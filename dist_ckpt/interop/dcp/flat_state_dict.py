@@ -249,7 +249,9 @@ def read_local_state(
     parts: dict[str, tuple[torch.Tensor, ...]] = {}
     for fqn, items in items_by_tensor.items():
         chunks = _Chunks(planner, items)
-        local = locate_for_save(chunks, fqn, rank=session.channel.rank, group=session.group_ranks)
+        local = locate_for_save(
+            chunks, fqn, rank=session.channel.rank, group_ranks=session.group_ranks
+        )
         component = str(paths[fqn][0]) if len(paths[fqn]) > 1 else TOP_LEVEL_COMPONENT
         number = components.setdefault(component, len(components))
         view = views.setdefault(local.view, len(views))

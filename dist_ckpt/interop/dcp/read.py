@@ -32,7 +32,7 @@ from dist_ckpt.interop.registry import (
     DCP_METADATA,
     DCP_METADATA_OF_RANK,
     is_file,
-    open_file,
+    open_foreign_file,
     read_bytes,
 )
 from dist_ckpt.interop.torch_save.read import Archive
@@ -190,7 +190,7 @@ def _open_archives(
     for name, group in groupby(ordered, key=lambda item: item.location.file):
         items_in_file, path = [*group], f"{folder}/{name}"
         try:
-            file = open_file(storage, path)
+            file = open_foreign_file(storage, path)
         except NotFoundError:
             raise NotFoundError(
                 f"{path}: the file does not exist, but {DCP_METADATA} names it for "

@@ -34,7 +34,7 @@ from dist_ckpt.interop.readers.virtual_checkpoint import (
     ForeignTensor,
     build_virtual_checkpoint,
 )
-from dist_ckpt.interop.registry import SAFETENSORS, open_file, read_bytes
+from dist_ckpt.interop.registry import SAFETENSORS, open_foreign_file, read_bytes
 from dist_ckpt.message_text import listed, names_around_remedy
 
 MAX_HEADER_NBYTES = 100_000_000  # the limit of the safetensors library
@@ -201,7 +201,7 @@ def _build_state(tensors: Sequence[ForeignTensor], metadata: Mapping[str, Json])
 
 def _read_header(storage: Storage, path: str) -> tuple[list[ForeignTensor], dict[str, Json]]:
     """Return the tensors of a file, and its metadata."""
-    with closing(open_file(storage, path)) as file:
+    with closing(open_foreign_file(storage, path)) as file:
         size = memoryview(bytearray(8))
         count = file.read_into(0, size)
         nbytes = int.from_bytes(size, "little")

@@ -33,7 +33,7 @@ from dist_ckpt.interop.readers.virtual_checkpoint import (
     ForeignChunk,
     ForeignState,
 )
-from dist_ckpt.interop.registry import is_file, open_file, read_bytes
+from dist_ckpt.interop.registry import is_file, open_foreign_file, read_bytes
 from dist_ckpt.message_text import listed
 
 _MODEL_SUFFIX = ".bin"
@@ -127,7 +127,7 @@ def open_archive(
 ) -> Iterator[Archive]:
     """Open a file of torch.save; `table` has the allowed names. NotFoundError if it is missing."""
     try:
-        file = open_file(storage, path)
+        file = open_foreign_file(storage, path)
     except CorruptError:
         if is_file(storage, path):
             raise

@@ -34,7 +34,7 @@ from dist_ckpt.core.state.tensors.locate_tensor import (
 from dist_ckpt.core.state.wrappers import FlatShard, LocalShard
 from torch_can import cut_unevenly, need_strided, wrap_several_boxes
 
-ALONE: dict[str, Any] = {"rank": 0, "group": (0,)}
+ALONE: dict[str, Any] = {"rank": 0, "group_ranks": (0,)}
 
 
 def alone(value, fqn="w"):
@@ -93,7 +93,7 @@ def test_every_placement_on_a_line_of_ranks_is_read_as_torch_cuts_it(on_ranks, p
     for rank in on_ranks(3):
         mesh = init_device_mesh("cpu", (3,))
         tensor = distribute_tensor(full, mesh, [placement], src_data_rank=None)
-        held = locate_for_save(tensor, "w", rank=rank, group=range(3))
+        held = locate_for_save(tensor, "w", rank=rank, group_ranks=range(3))
         check_parts(held, full)
         assert held.dtype == "int64"
         assert isinstance(held.view, tensor_views.MeshPlaced)
@@ -121,7 +121,7 @@ def test_every_placement_on_a_grid_of_ranks_is_read_as_torch_cuts_it(on_ranks, p
         for rank in on_ranks(6):
             mesh = init_device_mesh("cpu", (3, 2), mesh_dim_names=("dp", "tp"))
             tensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
-            held = locate_for_save(tensor, "w", rank=rank, group=range(6))
+            held = locate_for_save(tensor, "w", rank=rank, group_ranks=range(6))
             check_parts(held, full)
             for cell in held.cells:
                 assert isinstance(cell, Region)
@@ -147,7 +147,7 @@ def test_fsdp_over_tp_holds_what_its_memory_says_however_uneven(on_ranks, style,
                 layer.weight.copy_(full)
             parallelize_module(model, mesh["tp"], {"0": style()}, src_data_rank=None)
             fully_shard(model, mesh=mesh["dp"])
-            held = locate_for_save(layer.weight, "w", rank=rank, group=range(dp * tp))
+            held = locate_for_save(layer.weight, "w", rank=rank, group_ranks=range(dp * tp))
             check_parts(held, full)
             for cell in held.cells:
                 assert isinstance(cell, Region)
@@ -169,7 +169,7 @@ def test_in_a_torch_that_cuts_in_a_third_way_only_fsdp_s_uneven_shards_are_taken
             layer.weight.copy_(full)
         parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()}, src_data_rank=None)
         fully_shard(model, mesh=mesh["dp"])
-        held = locate_for_save(layer.weight, "w", rank=rank, group=range(4))
+        held = locate_for_save(layer.weight, "w", rank=rank, group_ranks=range(4))
         check_parts(held, full)
         assert compute_cells(held.view, rank, (7, 1)) == held.cells
         for cell in held.cells:
@@ -184,7 +184,7 @@ def test_in_a_torch_that_cuts_in_a_third_way_only_fsdp_s_uneven_shards_are_taken
             stride=(1, 1),
         )
         with pytest.raises(ValueError, match="does not fit its placements"):
-            locate_for_save(uneven, "w", rank=rank, group=range(4))
+            locate_for_save(uneven, "w", rank=rank, group_ranks=range(4))
     assert (copies == 1).all()
 
 
@@ -196,7 +196,9 @@ def test_a_shape_that_reads_in_two_ways_is_given_as_explicit_cells(on_ranks):
         mesh = init_device_mesh("cpu", (3, 2))
         for size in (7, 12):
             tensor = distribute_tensor(numbered(size), mesh, placements, src_data_rank=None)
-            views.add((size, type(locate_for_save(tensor, "w", rank=rank, group=range(6)).view)))
+            views.add(
+                (size, type(locate_for_save(tensor, "w", rank=rank, group_ranks=range(6)).view))
+            )
     assert views == {(7, tensor_views.Parts), (12, tensor_views.MeshPlaced)}
 
 
@@ -209,10 +211,12 @@ def test_a_rank_that_cannot_tell_what_it_holds_says_so(on_ranks):
         mesh = init_device_mesh("cpu", (3, 4))
         tensor = distribute_tensor(numbered(27), mesh, placements, src_data_rank=None)
         if rank != 10:
-            check_parts(locate_for_save(tensor, "w", rank=rank, group=range(12)), numbered(27))
+            check_parts(
+                locate_for_save(tensor, "w", rank=rank, group_ranks=range(12)), numbered(27)
+            )
         else:
             with pytest.raises(ValueError, match=r"w: .*\(27,\).* two ways"):
-                locate_for_save(tensor, "w", rank=rank, group=range(12))
+                locate_for_save(tensor, "w", rank=rank, group_ranks=range(12))
 
 
 def test_ranks_of_a_mesh_are_named_by_their_number_in_the_group(on_ranks):
@@ -224,7 +228,7 @@ def test_ranks_of_a_mesh_are_named_by_their_number_in_the_group(on_ranks):
         group = (0, 2, 4, 6)
         if rank not in group:
             continue
-        held = locate_for_save(tensor, "w", rank=group.index(rank), group=group)
+        held = locate_for_save(tensor, "w", rank=group.index(rank), group_ranks=group)
         assert held.view == tensor_views.MeshPlaced(
             tensor_views.Mesh(("", ""), (2, 2), (3, 1, 2, 0)),
             (tensor_views.ShardedAxis(0), tensor_views.ReplicatedAxis()),
@@ -236,7 +240,7 @@ def test_a_rank_outside_the_mesh_holds_nothing(on_ranks):
     for rank in on_ranks(4):
         mesh = DeviceMesh("cpu", [1, 3])
         tensor = distribute_tensor(numbered(4), mesh, [Shard(0)], src_data_rank=None)
-        held = locate_for_save(tensor, "w", rank=rank, group=range(4))
+        held = locate_for_save(tensor, "w", rank=rank, group_ranks=range(4))
         assert (len(held.cells), held.shape, held.dtype) == (rank % 2, (4,), "int64")
 
 
@@ -244,7 +248,7 @@ def test_every_rank_sees_its_own_slice_of_a_mesh(on_ranks):
     for rank in on_ranks(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
         tensor = distribute_tensor(numbered(4), mesh["tp"], [Shard(0)], src_data_rank=None)
-        held = locate_for_save(tensor, "w", rank=rank, group=range(4))
+        held = locate_for_save(tensor, "w", rank=rank, group_ranks=range(4))
         first = rank // 2 * 2
         assert isinstance(held.view, tensor_views.MeshPlaced)
         assert held.view.mesh == tensor_views.Mesh(("tp",), (2,), (first, first + 1))
@@ -256,7 +260,7 @@ def test_a_mesh_beyond_the_group_is_refused(on_ranks):
         mesh = init_device_mesh("cpu", (2,))
         tensor = distribute_tensor(numbered(4), mesh, [Shard(0)], src_data_rank=None)
         with pytest.raises(ValueError, match=r"w: its mesh has the global ranks \[1\]"):
-            locate_for_save(tensor, "w", rank=0, group=(0,))
+            locate_for_save(tensor, "w", rank=0, group_ranks=(0,))
 
 
 def test_a_partial_dtensor_is_refused(on_ranks):
@@ -264,7 +268,7 @@ def test_a_partial_dtensor_is_refused(on_ranks):
         mesh = init_device_mesh("cpu", (2,))
         tensor = DTensor.from_local(torch.ones(2), mesh, [Partial()], run_check=False)
         with pytest.raises(ValueError, match=r"layer\.w: .*Partial.* `redistribute`"):
-            locate_for_save(tensor, "layer.w", rank=0, group=range(2))
+            locate_for_save(tensor, "layer.w", rank=0, group_ranks=range(2))
 
 
 def test_a_local_tensor_of_another_shape_than_the_placements_give_is_refused(on_ranks):
@@ -274,7 +278,7 @@ def test_a_local_tensor_of_another_shape_than_the_placements_give_is_refused(on_
             torch.ones(5), mesh, [Shard(0)], run_check=False, shape=torch.Size((8,)), stride=(1,)
         )
         with pytest.raises(ValueError, match=r"local tensor of shape \(5,\).*LocalShard"):
-            locate_for_save(tensor, "w", rank=0, group=range(2))
+            locate_for_save(tensor, "w", rank=0, group_ranks=range(2))
 
 
 def test_parameters_that_require_grad_share_their_memory_with_the_parts(on_ranks):
@@ -283,7 +287,7 @@ def test_parameters_that_require_grad_share_their_memory_with_the_parts(on_ranks
         parameter = torch.nn.Parameter(
             distribute_tensor(torch.zeros(4), mesh, [Shard(0)], src_data_rank=None)
         )
-        held = locate_for_save(parameter, "w", rank=rank, group=range(2))
+        held = locate_for_save(parameter, "w", rank=rank, group_ranks=range(2))
         assert not held.parts[0].requires_grad
         held.parts[0].fill_(3)
         assert isinstance(parameter, DTensor)
@@ -295,7 +299,7 @@ def test_a_local_tensor_on_its_way_is_waited_for(on_ranks):
         mesh = init_device_mesh("cpu", (2,))
         local = AsyncCollectiveTensor(torch.ones(2))
         tensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
-        held = locate_for_save(tensor, "w", rank=rank, group=range(2))
+        held = locate_for_save(tensor, "w", rank=rank, group_ranks=range(2))
         assert type(held.parts[0]) is torch.Tensor
         assert type(alone(AsyncCollectiveTensor(torch.ones(2))).parts[0]) is torch.Tensor
 
@@ -320,7 +324,7 @@ def test_a_sharded_tensor_holds_its_local_shards(on_ranks):
             [LocalPart(local, mine)],
             ShardedTensorMetadata(cuts, full.shape, TensorProperties(dtype=torch.bfloat16)),
         )
-        held = locate_for_save(tensor, "w", rank=rank, group=range(2))
+        held = locate_for_save(tensor, "w", rank=rank, group_ranks=range(2))
         assert (held.dtype, len(held.cells)) == ("bfloat16", 1)
         assert held.view == tensor_views.Parts(held.cells)
         check_parts(held, full)
@@ -339,7 +343,7 @@ def test_a_dtensor_of_several_local_boxes_holds_them_all(on_ranks):
         tensor = DTensor.from_local(
             local, mesh, [Shard(1)], run_check=False, shape=full.shape, stride=(6, 1)
         )
-        held = locate_for_save(tensor, "w", rank=rank, group=range(2))
+        held = locate_for_save(tensor, "w", rank=rank, group_ranks=range(2))
         assert len(held.cells) == 2 - rank
         check_parts(held, full)
         tensor = DTensor.from_local(
@@ -350,7 +354,7 @@ def test_a_dtensor_of_several_local_boxes_holds_them_all(on_ranks):
             shape=full.shape,
             stride=(6, 1),
         )
-        assert locate_for_save(tensor, "w", rank=rank, group=range(2)).cells == ()
+        assert locate_for_save(tensor, "w", rank=rank, group_ranks=range(2)).cells == ()
 
 
 class Halves:
@@ -534,7 +538,7 @@ def test_a_meta_dtensor_is_materialized_on_the_device_of_its_mesh(on_ranks):
         assert isinstance(made, torch.nn.Parameter)
         assert isinstance(made, DTensor)
         assert (tuple(made.shape), made.placements) == ((5, 2), (Shard(0),))
-        held = locate_for_load(made, "w", rank=rank, group=range(2))
+        held = locate_for_load(made, "w", rank=rank, group_ranks=range(2))
         assert held.parts[0].device.type == "cpu"
         assert held.parts[0].shape == (3 - rank, 2)
 
@@ -589,7 +593,7 @@ def test_tied_dtensors_have_one_key(on_ranks):
         mesh = init_device_mesh("cpu", (2,))
         tensor = distribute_tensor(torch.ones(4), mesh, [Shard(0)], src_data_rank=None)
         again = DTensor.from_local(tensor.to_local(), mesh, [Shard(0)], run_check=False)
-        where = {"rank": rank, "group": range(2)}
+        where = {"rank": rank, "group_ranks": range(2)}
         assert tie_key(locate_for_save(tensor, "a", **where)) == tie_key(
             locate_for_save(again, "b", **where)
         )

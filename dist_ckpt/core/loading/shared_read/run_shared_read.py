@@ -15,8 +15,8 @@ Reading, checking, sending and copying overlap.
 | couriers | send and receive | yes | the scheduling thread |
 
 Couriers cannot deadlock. All ranks process the ranges in one order, and have separate slots for
-received ranges. So the fetcher and the receivers of the first incomplete range always have a free
-slot for that range. If a thread hangs, all ranks get an error.
+received ranges. So each rank that fetches or receives the first incomplete range has a slot for it.
+If a thread hangs, all ranks get an error.
 
 The scheduling thread runs generators, such as one for each slot. A generator yields when it has to
 wait for a call or for a message.
@@ -451,7 +451,7 @@ def _find_range(start: int, bounds: Sequence[int]) -> int | None:
     `bounds` are the start and stop of each range, in order.
     """
     before = bisect_right(bounds, start)
-    # If the byte is at the end of one range and the start of the next, both bounds are before it.
+    # Where one range stops and the next one starts, both bounds count: the byte is in the next one.
     return before // 2 if before % 2 else None
 
 

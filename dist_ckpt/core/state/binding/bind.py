@@ -82,8 +82,8 @@ def bind(
     """Decide which memory each saved name fills. Problems are listed in `Binding.problems`.
 
     `cast` selects the names whose dtype may be converted; None for none. `keys` has the per-rank
-    keys of all ranks, by name; None for a single process. Raises CorruptError if no objects file
-    has a value that the index lists.
+    keys of all ranks, by name; None for a single process. Raises CorruptError if the index
+    lists a value that no objects file has.
     """
     context = BindContext(template, saved, selection, keys, strict=strict, cast=cast)
     context.bind_inner = _bind_inner

@@ -445,7 +445,7 @@ class FillTargets:
 
     def _describe(self, value: object, name: str) -> LocalTensor:
         template = self._template
-        return locate_for_load(value, name, rank=template.rank, group=template.group_ranks)
+        return locate_for_load(value, name, rank=template.rank, group_ranks=template.group_ranks)
 
     def _find_cells(
         self, name: str, local: LocalTensor, leaf: TensorLeaf, shape: Shape

@@ -73,7 +73,9 @@ class Template:
         for fqn, leaf in walk(self.root):
             if isinstance(leaf, TensorLeaf):
                 try:
-                    local = locate_for_load(leaf.value, fqn, rank=self.rank, group=self.group_ranks)
+                    local = locate_for_load(
+                        leaf.value, fqn, rank=self.rank, group_ranks=self.group_ranks
+                    )
                 except (TypeError, ValueError):
                     continue  # `bind` reports it
                 views.append(local.view)

@@ -61,25 +61,27 @@ def plan_placement(placement: Placement, value: DTensor, fqn: str) -> tensor_vie
     )
 
 
-def plan_mesh(mesh: DeviceMesh, group: tuple[int, ...], fqn: str) -> tensor_views.Mesh | None:
+def plan_mesh(mesh: DeviceMesh, group_ranks: tuple[int, ...], fqn: str) -> tensor_views.Mesh | None:
     """Return the mesh in ranks of the group; None if torch hides the ranks."""
     # Slices of one mesh compare equal although their ranks differ. This rank is part of the cache
     # key, and selects its slice.
     own_rank = dist.get_rank() if dist.is_initialized() else -1
     try:
-        return _mesh_in(mesh, own_rank, group)
+        return _mesh_in(mesh, own_rank, group_ranks)
     except ValueError as error:
         raise ValueError(f"{fqn}: {error}") from None
 
 
 # A job has a few meshes and thousands of tensors, and a mesh may have thousands of ranks.
 @lru_cache(maxsize=64)
-def _mesh_in(mesh: DeviceMesh, _own_rank: int, group: tuple[int, ...]) -> tensor_views.Mesh | None:
+def _mesh_in(
+    mesh: DeviceMesh, _own_rank: int, group_ranks: tuple[int, ...]
+) -> tensor_views.Mesh | None:
     try:
         ranks: list[int] = mesh.mesh.flatten().tolist()
     except RuntimeError:  # torch hides the ranks of a mesh without this rank
         return None
-    numbers = {rank: number for number, rank in enumerate(group)}
+    numbers = {rank: number for number, rank in enumerate(group_ranks)}
     if outside := [rank for rank in ranks if rank not in numbers]:
         raise ValueError(
             f"its mesh has the global ranks {outside[:8]}, which are not in the group: call with "

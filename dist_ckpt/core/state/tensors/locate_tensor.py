@@ -66,14 +66,16 @@ def is_tensor_leaf(value: object) -> bool:
     return isinstance(value, torch.Tensor | LocalShard | FlatShard) or _is_chunked(value)
 
 
-def locate_for_save(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> LocalTensor:
+def locate_for_save(
+    value: object, fqn: str, *, rank: int, group_ranks: Sequence[int]
+) -> LocalTensor:
     """Return the part of a leaf that this rank would save. Moves no data.
 
-    `group[r]` is the global rank of rank r of the group; `rank` is this rank in the group. Raises
-    TypeError for a class that cannot be stored. Raises ValueError for a tensor without data (meta
-    or freed), or on ranks outside the group. Both errors have `fqn` and the remedy.
+    `group_ranks[r]` is the global rank of rank r of the group; `rank` is this rank in the group.
+    Raises TypeError for a class that cannot be stored. Raises ValueError for a tensor without data
+    (meta or freed), or on ranks outside the group. Both errors have `fqn` and the remedy.
     """
-    local = _local_tensor(value, fqn, rank, tuple(group), writable=False)
+    local = _local_tensor(value, fqn, rank, tuple(group_ranks), writable=False)
     for part in local.parts:
         if part.is_meta:
             raise ValueError(
@@ -83,13 +85,15 @@ def locate_for_save(value: object, fqn: str, *, rank: int, group: Sequence[int])
     return local
 
 
-def locate_for_load(value: object, fqn: str, *, rank: int, group: Sequence[int]) -> LocalTensor:
+def locate_for_load(
+    value: object, fqn: str, *, rank: int, group_ranks: Sequence[int]
+) -> LocalTensor:
     """Return the part of a leaf that a load would fill; like `locate_for_save`, but writable.
 
     Raises ValueError also for memory that overlaps itself (`expand`) and for a meta tensor. Replace
     a meta tensor by the result of `materialize` first.
     """
-    local = _local_tensor(value, fqn, rank, tuple(group), writable=True)
+    local = _local_tensor(value, fqn, rank, tuple(group_ranks), writable=True)
     for part in local.parts:
         if part.is_meta:
             raise ValueError(f"{fqn}: a meta tensor has no memory to load into: materialize it")
@@ -167,7 +171,7 @@ def tie_key(local: LocalTensor) -> Hashable | None:
 
 
 def _local_tensor(
-    value: Any, fqn: str, rank: int, group: tuple[int, ...], *, writable: bool
+    value: Any, fqn: str, rank: int, group_ranks: tuple[int, ...], *, writable: bool
 ) -> LocalTensor:
     if type(value) not in PLAIN and is_array(value):
         value = from_numpy(value, fqn, writable=writable)
@@ -176,7 +180,7 @@ def _local_tensor(
     if isinstance(value, LocalShard | FlatShard):
         return _read_wrapper(value, fqn)
     if isinstance(value, DTensor):
-        return _read_dtensor(value, fqn, rank, group)
+        return _read_dtensor(value, fqn, rank, group_ranks)
     if isinstance(value, ShardedTensor):
         return _read_sharded(value, fqn)
     if _is_chunked(value):
@@ -220,13 +224,13 @@ def _read_wrapper(shard: LocalShard | FlatShard, fqn: str) -> LocalTensor:
     return LocalTensor(dtype, shard.global_shape, tensor_views.Parts(cells), cells, (flat,))
 
 
-def _read_dtensor(value: DTensor, fqn: str, rank: int, group: tuple[int, ...]) -> LocalTensor:
+def _read_dtensor(value: DTensor, fqn: str, rank: int, group_ranks: tuple[int, ...]) -> LocalTensor:
     shape = tuple(value.shape)
     placements = tuple(plan_placement(placement, value, fqn) for placement in value.placements)
     local = unwrap(local_of(value))
     if _is_chunked(local):
         return _read_parts(fqn, local.dtype, shape, _read_chunks(local, fqn))
-    mesh = plan_mesh(value.device_mesh, group, fqn)
+    mesh = plan_mesh(value.device_mesh, group_ranks, fqn)
     view = tensor_views.MeshPlaced(mesh, placements) if mesh else tensor_views.Parts(())
     if isinstance(view, tensor_views.Parts) or rank not in view.mesh.ranks:
         return LocalTensor(dtype_name(value.dtype, fqn), shape, view, (), ())
