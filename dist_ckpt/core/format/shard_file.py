@@ -177,8 +177,16 @@ ALIGNMENT = 4096
 
 # The safetensors library refuses larger headers.
 MAX_HEADER_NBYTES = 100_000_000
+# A header has at least this many bytes for a tensor with elements, besides its name.
+MIN_TENSOR_NBYTES = 90
 MAX_NAME_NBYTES = 1024
 MAX_RANK = 999_999_999
+
+# The remedy for a state of too many tensors.
+FEWER_TENSORS_REMEDY = (
+    "stack small tensors into larger ones, or distribute them over more keys at the top of the "
+    "state, each of which has its own file"
+)
 
 _HEX = re.compile(r"[0-9a-f]*")
 
@@ -254,7 +262,7 @@ def header_text(
 ) -> HeaderText:
     """Return the header of a file with these shards, without step and digests.
 
-    Raises ValueError if it is longer than safetensors reads.
+    Raises ValueError if it is longer than safetensors reads, or too long to be parsed.
     """
     facts: dict[str, Json] = {
         "format": strict_json.FORMAT,
@@ -264,7 +272,13 @@ def header_text(
         "step": None,
         "block_nbytes": block_nbytes,
     }
-    text = _header_json(facts, shards)
+    try:
+        text = _header_json(facts, shards)
+    except ValueError as error:
+        raise ValueError(
+            f"{len(shards)} tensors of {component!r} on rank {rank} need a header that is too "
+            f"large ({error}): {FEWER_TENSORS_REMEDY}"
+        ) from None
     # Quotes inside strings are escaped, so neither pattern can be part of a name.
     step = text.index(rb"\"step\":null,") + len(rb"\"step\":")
     digests = text.index(b'"digests":"', step) + len(b'"digests":"')
@@ -276,8 +290,8 @@ def header_text(
     nbytes = -(-nbytes // ALIGNMENT) * ALIGNMENT
     if nbytes - 8 > MAX_HEADER_NBYTES:
         raise ValueError(
-            f"{len(shards)} shards of {component!r} on rank {rank} need a header of "
-            f"{nbytes - 8} bytes, more than safetensors reads; split the state over components"
+            f"{len(shards)} tensors of {component!r} on rank {rank} need a header of {nbytes - 8} "
+            f"bytes, and the limit is {MAX_HEADER_NBYTES}: {FEWER_TENSORS_REMEDY}"
         )
     return HeaderText(
         before_step=before,

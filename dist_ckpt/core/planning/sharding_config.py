@@ -24,7 +24,7 @@ from dist_ckpt.core.format.index.index import Catalog, Node
 from dist_ckpt.core.format.index.tensor_ranges import parameter_ranges
 from dist_ckpt.core.planning.plan import Inventory, SavePlan, TensorEntry
 from dist_ckpt.core.planning.save.balance import assign_evenly
-from dist_ckpt.core.planning.save.save_planner import plan_save
+from dist_ckpt.core.planning.save.save_planner import check_num_tensors, plan_save
 from dist_ckpt.core.planning.sharding_rule import (
     RuleMapping,
     ShardingRule,
@@ -377,7 +377,9 @@ def plan_reshard(
         numpy=numpy,
         parameters=parameter_ranges((entry.fqn for entry in tensors), catalog.parameters),
     )
-    plan = plan_save([(inventory, tuple(range(config.world_size)))], config.world_size)
+    inventories = [(inventory, tuple(range(config.world_size)))]
+    check_num_tensors(inventories, config.world_size)
+    plan = plan_save(inventories, config.world_size)
     # Per-rank keys and the mesh still describe the ranks that saved. The values are distributed
     # over the new ranks: an objects file has a size limit.
     per_rank = {

@@ -210,4 +210,5 @@ def build_plan(encoded: DistinctPayloads, world_size: int) -> SavePlan:
     # Without the pause, garbage collection of thousands of new objects takes a third of the time.
     with paused_collector():
         inventories = [(typed_msgpack.decode(data, Inventory), ranks) for data, ranks in encoded]
+        save_planner.check_num_tensors(inventories, world_size)
         return save_planner.plan_save(inventories, world_size)

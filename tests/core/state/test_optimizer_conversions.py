@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import cProfile
 import inspect
 from collections.abc import Iterator
 from typing import Any, ClassVar
@@ -439,3 +440,25 @@ def test_an_optimizer_over_flat_parameters_is_converted(use_orig_params: bool) -
     assert all(equal(entries["step"], torch.tensor(3.0)) for entries in mine.state.values())
     assert mine.state
     train(wrapped, mine, 1)
+
+
+def count_calls(num_groups: int) -> int:
+    model = nn.ParameterList([nn.Parameter(torch.ones(2)) for _ in range(num_groups)])
+    groups = [{"params": [parameter]} for parameter in model]
+    optimizer = torch.optim.AdamW(groups)
+    for parameter in model:
+        moments = {key: torch.ones(2) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
+    checkpoint = save({"model": model.state_dict(), "optim": optimizer.state_dict()})
+    mine = torch.optim.AdamW([{"params": [parameter]} for parameter in model])
+    profile = cProfile.Profile()
+    profile.enable()
+    checkpoint.bind({"model": model, "optim": mine})
+    profile.disable()
+    assert not checkpoint.bind({"model": model, "optim": mine}).problems
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def test_a_group_for_each_parameter_costs_the_same_for_each() -> None:
+    count_calls(1)  # what is cached
+    assert count_calls(400) < 11 * count_calls(40)

@@ -70,6 +70,9 @@ from dist_ckpt.errors import CorruptError
 # An index has some 100 bytes for each tensor and rank; a larger document is not one.
 MAX_NBYTES_OF_INDEX = 512 << 20
 
+# An index has at least this many values for a tensor; see `MAX_VALUES` of `strict_json`.
+MIN_TENSOR_VALUES = 7
+
 MAX_WORLD_SIZE = 1_000_000
 MAX_FQN_CHARS = 4096
 

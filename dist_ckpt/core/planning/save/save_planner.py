@@ -16,7 +16,15 @@ from dist_ckpt.core.format.checksums import BLOCK_NBYTES
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Cell, ElementRange, Layout, Region, Shape, check_shape
 from dist_ckpt.core.format.index.index import Catalog, TensorRecord
-from dist_ckpt.core.format.shard_file import arrange_shards, header_text
+from dist_ckpt.core.format.index.index_json import MIN_TENSOR_VALUES
+from dist_ckpt.core.format.shard_file import (
+    FEWER_TENSORS_REMEDY,
+    MAX_HEADER_NBYTES,
+    MIN_TENSOR_NBYTES,
+    arrange_shards,
+    header_text,
+)
+from dist_ckpt.core.format.strict_json import MAX_VALUES
 from dist_ckpt.core.planning.plan import (
     Batch,
     BatchPart,
@@ -114,6 +122,37 @@ def plan_save(
         numpy=tuple(dict.fromkeys(fqn for sent in distinct for fqn in sent.inventory.numpy)),
         linkable=linkable,
         objects=tuple(dict.fromkeys(fqn for sent in distinct for fqn in sent.inventory.objects)),
+    )
+
+
+def check_num_tensors(
+    distinct_inventories: Sequence[tuple[Inventory, tuple[int, ...]]], world_size: int
+) -> None:
+    """Raise ValueError if no plan can name all tensors in the index and in the shard files.
+
+    These are lower bounds, so they refuse no state that can be saved. `header_text` and the index
+    check their sizes again.
+    """
+    linkable = {fqn for sent, _ in distinct_inventories for fqn in sent.linkable}
+    files: dict[tuple[str, bool], set[str]] = {}
+    for sent, _ in distinct_inventories:
+        for entry in sent.tensors:
+            if 0 not in entry.shape:
+                file = sent.components[entry.component], entry.fqn in linkable
+                files.setdefault(file, set()).add(entry.fqn)
+    for (component, _), fqns in files.items():
+        nbytes = (sum(map(len, fqns)) + len(fqns) * MIN_TENSOR_NBYTES) // world_size
+        if nbytes > MAX_HEADER_NBYTES:
+            most = MAX_HEADER_NBYTES * len(fqns) // nbytes
+            raise _tensors_error(len(fqns), f" in {component!r}", most)
+    if (num_tensors := sum(map(len, files.values()))) > (most := MAX_VALUES // MIN_TENSOR_VALUES):
+        raise _tensors_error(num_tensors, "", most)
+
+
+def _tensors_error(num_tensors: int, place: str, most: int) -> ValueError:
+    return ValueError(
+        f"the state has {num_tensors} tensors{place}, and a checkpoint of these ranks can name "
+        f"fewer than {most}: {FEWER_TENSORS_REMEDY}"
     )
 
 
