@@ -44,7 +44,7 @@ _ATTACHED = "attached."
 # Hexadecimal digits in the random part of a name.
 ID_LENGTH = 16
 
-# Follows the @ after a root, and selects a checkpoint.
+# Follows the @ after a root, and selects a checkpoint: see `select` in `runs/selectors.py`.
 _SELECTOR = re.compile(r"latest|[0-9]{1,19}|(?:min|max|tag):.+", re.DOTALL)
 
 _ATTEMPT = re.compile(r"a([1-9][0-9]{0,8})-([0-9a-f]{16})")

@@ -8,7 +8,8 @@
 - A storage above another one, for reads: a class like `OverlayStorage` in `overlay_storage.py`.
 - A tier: copy after the commit, by `_after_commit` in `checkpointer/maintenance.py`. A tier that
   writes to a fast storage first also needs a rule for what is durable.
-- Count, delay or time the calls of any storage: a class in `storage_wrappers.py`.
+- Count, delay or time the calls of any storage: a class in `storage_wrappers.py`. It says why no
+  call is repeated after an error.
 """
 
 from __future__ import annotations
