@@ -26,6 +26,9 @@ _BY_HAND = "count in the loop and pass that to ElasticSampler.begin_at after the
 _SAME_RANKS = "dc.PerRank(loader), which continues only on the same number of ranks"
 _PER_RANK = f"give {_SAME_RANKS}, or make it a map-style dataset with a dc.ElasticSampler"
 
+# The attribute of Lightning Fabric's loader with the epoch that its next pass sets.
+_FABRIC_EPOCH = "_num_iter_calls"
+
 # The stored fields and their classes.
 _FIELDS: Final[Mapping[str, type]] = {
     "length": int,
@@ -86,7 +89,7 @@ class ElasticSampler(DistributedSampler[int]):
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
         self.length = len(dataset)
         self.begin_at(0, 0)
-        self._has_set_epoch = False
+        self._is_moved = self._has_set_epoch = False
         self._first: tuple[int, list[int]] = (-1, [])
 
     @property
@@ -118,28 +121,48 @@ class ElasticSampler(DistributedSampler[int]):
                 f"`consumed` is {consumed} of {self.length} samples: give the number of samples of "
                 "the epoch that all ranks together have received"
             )
-        self.epoch, self._start = epoch, consumed
+        self.epoch, self._start, self._is_moved = epoch, consumed, True
         self.last_pass: tuple[int, int] | None = None
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next pass.
 
-        ValueError in the middle of another epoch after a load: the rest of it would be lost.
+        After a load, ValueError in the middle of another epoch, as the rest of it would be lost.
+        Also ValueError if a framework sets another epoch, which it counts from 0 in each process.
         """
         epoch = _check_whole("epoch", epoch)
-        if epoch != self.epoch and 0 < self._start < self.length:
-            raise ValueError(
-                f"set_epoch({epoch}) after a load that left epoch {self.epoch} at sample "
-                f"{self._start} of {self.length}. Loop over range(sampler.epoch, epochs), or skip "
-                f"the rest of that epoch with sampler.begin_at({epoch}, 0)"
-            )
+        if epoch != self.epoch and self._is_moved:
+            framework = _calling_framework()
+            if framework or 0 < self._start < self.length:
+                raise self._epoch_error(epoch, framework)
         self._has_set_epoch = True
         if epoch != self.epoch:
             self.epoch, self._start = epoch, 0
 
+    def _epoch_error(self, epoch: int, framework: str) -> ValueError:
+        caller, remedy = (
+            "",
+            (
+                f"Loop over range(sampler.epoch, epochs), or skip the rest of that epoch with "
+                f"sampler.begin_at({epoch}, 0)"
+            ),
+        )
+        if framework:
+            caller = f", called by {framework},"
+            remedy = (
+                "The framework counts the epochs of this process only. With Lightning Fabric, make "
+                "the position from its loader, dc.DataPosition(fabric.setup_dataloaders(loader)). "
+                "With others, loop over your own loader"
+            )
+        return ValueError(
+            f"set_epoch({epoch}){caller} after a load that left epoch {self.epoch} at sample "
+            f"{self._start} of {self.length}. {remedy}"
+        )
+
     def __iter__(self) -> Iterator[int]:
         """Yield this rank's remaining samples of the epoch."""
         # A generator: a loader may make an iterator that it never uses.
+        self._is_moved = False
         if len(self.dataset) != self.length:  # type: ignore[arg-type]  # it is sized
             raise ValueError(
                 f"the dataset had {self.length} samples when its sampler was made and has "
@@ -190,6 +213,16 @@ class ElasticSampler(DistributedSampler[int]):
         return torch.randperm(self.length, generator=generator)
 
 
+# Frameworks whose loaders call `set_epoch` with the number of their passes in this process.
+_FRAMEWORKS = frozenset({"lightning", "lightning_fabric", "pytorch_lightning", "accelerate"})
+
+
+def _calling_framework() -> str:
+    """Return the module that calls `set_epoch` if it is of a framework, else ""."""
+    module = str(sys._getframe(2).f_globals.get("__name__", ""))
+    return module if module.partition(".")[0] in _FRAMEWORKS else ""
+
+
 def _check_whole(name: str, value: object) -> int:
     """Return a number as an integer. TypeError or ValueError if it is not one."""
     try:
@@ -220,10 +253,15 @@ class DataPosition:
     seed, `shuffle` or order of the sampler. TypeError for a loader whose position is not one
     number: another class, another sampler, a `batch_sampler`, an iterable dataset, a dataset with
     state, `in_order=False`.
+
+    `loader` may be what Lightning Fabric's `setup_dataloaders` returns. Fabric sets the epoch of
+    the sampler itself, and a load sets the epoch that Fabric counts.
     """
 
     def __init__(self, loader: object) -> None:
-        self._loader = _check_loader(loader)
+        inner = getattr(loader, "_dataloader", None) if hasattr(loader, _FABRIC_EPOCH) else None
+        self._fabric_loader = None if inner is None else loader
+        self._loader = _check_loader(loader if inner is None else inner)
         self._sampler: ElasticSampler = self._loader.sampler
 
     def state_dict(self) -> dict[str, object]:
@@ -272,6 +310,8 @@ class DataPosition:
         self._loader.load_state_dict({})  # in torchdata: begin where the sampler begins
         self._loader.next_iter_state = None
         self._sampler.begin_at(state["epoch"], state["consumed"])
+        if self._fabric_loader is not None:
+            setattr(self._fabric_loader, _FABRIC_EPOCH, state["epoch"])
 
     def _position(self) -> tuple[int, int]:
         """Return the epoch, and the number of its samples that all ranks have received."""

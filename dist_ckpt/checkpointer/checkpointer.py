@@ -416,7 +416,7 @@ class ClosedEarlyError(Exception):
 def close_all() -> None:
     """Close each Checkpointer and AsyncSaver that is open in this process, as after an error.
 
-    Call it in a notebook after an error or a `break`: the name of the object may be lost, while the
+    Call it in a notebook after an error or a `break`. The name of the object may be lost, while the
     notebook's traceback keeps it open. Nothing new is saved, as the last step may be half done.
     It waits for the saves in the background, whose snapshots stay in memory, and logs their errors.
     No other thread may use the objects meanwhile.

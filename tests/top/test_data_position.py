@@ -163,6 +163,49 @@ def test_the_epoch_comes_back() -> None:
     assert other.state()["epoch"] == 2
 
 
+class FabricLoader:
+    """A loader in the shape of Lightning Fabric's: it sets the epoch from its count of passes."""
+
+    sampler: dc.ElasticSampler
+
+    def __init__(self, loader: Any) -> None:
+        self.__dict__.update(loader.__dict__)
+        self._dataloader, self._num_iter_calls = loader, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.sampler.set_epoch(self._num_iter_calls)
+        self._num_iter_calls += 1
+        yield from iter(self._dataloader)
+
+
+@pytest.mark.parametrize("steps", range(1, 37))
+def test_a_loader_of_fabric_continues_in_the_epoch_of_the_load(steps: int) -> None:
+    """It is killed after each step of three epochs."""
+
+    def job() -> tuple[FabricLoader, dc.DataPosition]:
+        loader = FabricLoader(Job(1).loaders[0])
+        return loader, dc.DataPosition(loader)
+
+    loader, _ = job()
+    straight = [batch.tolist() for _ in range(3) for batch in loader]
+    assert straight[:12] != straight[12:24], "the epochs have different orders"
+    loader, position = job()
+    seen = []
+    for _ in range(position._sampler.epoch, 3):
+        for batch in loader:
+            seen.append(batch.tolist())
+            state = position.state_dict()
+            if len(seen) == steps:
+                break
+        else:
+            continue
+        break
+    loader, position = job()
+    position.load_state_dict(state)
+    rest = [batch.tolist() for _ in range(position._sampler.epoch, 3) for batch in loader]
+    assert seen + rest == straight
+
+
 @pytest.mark.parametrize("workers", [{}, {"num_workers": 1, "persistent_workers": True}])
 def test_of_a_loop_that_has_ended_the_next_epoch_is_saved(workers: dict[str, Any]) -> None:
     """A save between two epochs, where most are: the one that is over is not had again."""

@@ -91,6 +91,37 @@ def test_a_position_belongs_to_its_epoch() -> None:
     assert len([*sampler]) == 5
 
 
+def set_epoch_by(module: str, sampler: dc.ElasticSampler, epoch: int) -> None:
+    """Set an epoch from the code of another module."""
+    exec("sampler.set_epoch(epoch)", {"__name__": module, "sampler": sampler, "epoch": epoch})
+
+
+@pytest.mark.parametrize("module", ["lightning.fabric.utilities.data", "accelerate.data_loader"])
+@pytest.mark.parametrize("consumed", [0, 4, 9])
+def test_a_framework_that_counts_anew_after_a_load_is_refused_by_name(
+    module: str, consumed: int
+) -> None:
+    sampler = dc.ElasticSampler(range(9), 1, 0)
+    set_epoch_by(module, sampler, 0)
+    assert len([*sampler]) == 9
+    set_epoch_by(module, sampler, 1)  # no load: any epoch
+    sampler.begin_at(2, consumed)  # a load
+    said = rf"set_epoch\(0\), called by {module}, after a load that left epoch 2 .* counts .* of th"
+    with pytest.raises(ValueError, match=said):
+        set_epoch_by(module, sampler, 0)
+    assert sampler.next_pass == (2, consumed), "unchanged"
+    set_epoch_by(module, sampler, 2)
+    assert len([*sampler]) == 9 - consumed
+    set_epoch_by(module, sampler, 3)
+
+
+def test_a_loop_may_begin_another_epoch_after_a_load_at_its_beginning() -> None:
+    sampler = dc.ElasticSampler(range(9), 1, 0)
+    sampler.begin_at(2, 0)
+    set_epoch_by("__main__", sampler, 0)
+    assert sampler.next_pass == (0, 0)
+
+
 def test_what_makes_no_sense_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     data = [*range(10)]
     sampler = dc.ElasticSampler(data)
