@@ -66,6 +66,8 @@ class Inventory(Message, frozen=True):
     parameters: tuple[tuple[int, int, bool], ...] = ()  # (first, count, trainable) in `tensors`
     linkable: tuple[str, ...] = ()  # fqns of tensors with files that later saves can link
     objects: tuple[str, ...] = ()  # fqns of objects whose `state_dict` is saved
+    # (model, path of a module, its entry as JSON), as in `Catalog.versions`; None if unknown
+    versions: tuple[tuple[str, str, str], ...] | None = None
 
 
 # --- saving ----------------------------------------------------------------------------------

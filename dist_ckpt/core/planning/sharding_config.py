@@ -388,7 +388,8 @@ def plan_reshard(
     }
     # A tensor that a rule of `config` cuts plainly is still fused.
     fused = {**catalog.fused, **plan.catalog.fused}
-    return replace(plan, catalog=replace(plan.catalog, per_rank=per_rank, fused=fused))
+    whole = replace(plan.catalog, per_rank=per_rank, fused=fused, versions=catalog.versions)
+    return replace(plan, catalog=whole)
 
 
 def _is_partitioned(config: ShardingConfig, parameter: tuple[str, Shape] | None) -> bool:

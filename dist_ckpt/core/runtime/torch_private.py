@@ -10,6 +10,7 @@
 | `group_timeout_s`       | `distributed.ProcessGroup`               | how long training waits     |
 | `wrapped_child`         | `_dynamo.eval_frame`, checkpoint_wrapper | wrappers that add a prefix  |
 | `has_load_hooks`        | `nn.Module`                              | hooks that follow a load    |
+| `conversion_of`         | `nn.Module`                              | classes that convert state  |
 | `cuts_strided_alike`    | `distributed.tensor.placement_types`     | how this torch cuts         |
 | `storage_id`            | `UntypedStorage`                         | tensors on one memory       |
 | `local_tensor`          | `distributed.tensor.DTensor`             | its class, without autograd |
@@ -24,8 +25,9 @@
 from __future__ import annotations
 
 import sys
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
+from typing import Literal
 
 import torch
 from torch import nn
@@ -41,8 +43,8 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedSha
 
 __all__ = ["DCP_VERSION", "LOAD_HOOKS", "SAVE_HOOKS", "AsyncCollectiveTensor", "DcpStorageInfo"]
 __all__ += ["ShardedTensor", "StridedShard", "cuts_strided_alike", "default_store"]
-__all__ += ["group_timeout_s", "has_load_hooks", "local_tensor", "module_fqns", "storage_id"]
-__all__ += ["wrapped_child"]
+__all__ += ["conversion_of", "drop_load_hooks", "group_timeout_s", "has_load_hooks"]
+__all__ += ["local_tensor", "module_fqns", "storage_id", "wrapped_child"]
 
 # Torch 2.7 wraps this function in a cache, which keeps every module for ever: use it unwrapped.
 module_fqns = getattr(_get_fqns, "__wrapped__", _get_fqns)
@@ -82,8 +84,40 @@ def group_timeout_s(group: ProcessGroup) -> float | None:
 
 
 def has_load_hooks(module: nn.Module) -> bool:
-    """Return True if a module or a part of it has hooks that run after `load_state_dict`."""
-    return any(part._load_state_dict_post_hooks for part in module.modules())
+    """Return True if a module has hooks that run after `load_state_dict`."""
+    return bool(module._load_state_dict_post_hooks)
+
+
+def drop_load_hooks(module: nn.Module) -> None:
+    """Remove the hooks of a module and its parts that run after `load_state_dict`."""
+    for part in module.modules():
+        part._load_state_dict_post_hooks.clear()
+
+
+def conversion_of(module: nn.Module) -> Literal["any", "names"] | None:
+    """Return how a module may convert its own state in a load, without its parts; None if not.
+
+    Torch's own layers and hooks convert only state with other names than those of today, such as a
+    BatchNorm without `num_batches_tracked`. Wrappers of parallel training convert nothing.
+    """
+    load = type(module)._load_from_state_dict
+    if load is nn.Module._load_from_state_dict and not module._load_state_dict_pre_hooks:
+        return None
+    converters: list[object] = [] if load is nn.Module._load_from_state_dict else [load]
+    hooks = module._load_state_dict_pre_hooks.values()
+    converters += [getattr(hook, "hook", hook) for hook in hooks]
+    homes = [_home(converter) for converter in converters]
+    homes = [home for home in homes if not home.startswith("torch.distributed.")]
+    if not homes:
+        return None
+    return "names" if all(home.startswith("torch.nn.") for home in homes) else "any"
+
+
+def _home(converter: object) -> str:
+    """Return the module of a function, or of the class of another callable."""
+    while isinstance(converter, partial):
+        converter = converter.func
+    return str(getattr(converter, "__module__", None) or type(converter).__module__)
 
 
 @cache

@@ -20,6 +20,7 @@ from dist_ckpt.core.format.index.index import (
     TensorRecord,
 )
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
+from dist_ckpt.core.planning.module_versions import join_versions
 from dist_ckpt.core.planning.name_selection import Selection, names_above
 from dist_ckpt.core.planning.plan import SavePlan
 from dist_ckpt.core.planning.sharding_config import ShardingConfig, plan_reshard
@@ -377,4 +378,5 @@ def _join_catalogs(
         per_rank={**live.per_rank, **per_rank},
         parameters={fqn: parameters[fqn] for fqn in tensors if fqn in parameters},
         fused=fused,
+        versions=join_versions(live.versions, source.versions, tensors),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import assert_never
@@ -13,6 +14,7 @@ from dist_ckpt.core.format.index.index import Key, Node
 from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.index.tensor_ranges import parameter_ranges
 from dist_ckpt.core.format.objects.plain_codec import check_plain
+from dist_ckpt.core.planning.module_versions import list_versions, state_dict_metadata
 from dist_ckpt.core.planning.name_selection import SELECT_ALL, Selection
 from dist_ckpt.core.planning.plan import Inventory, NameList, TensorEntry
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
@@ -184,9 +186,11 @@ class _InventoryBuilder:
     wrappers: dict[str, PerRank | RNG] = field(default_factory=dict)
     owners: list[tuple[str, ModuleLeaf | OptimizerLeaf]] = field(default_factory=list)
     parameters: dict[str, bool] = field(default_factory=dict)
+    versions: list[tuple[str, str, str]] = field(default_factory=list)
 
     def add_root(self, root: Branch) -> None:
         self.tree.append(Node("", root.kind, tuple(root.children)))
+        self._add_dict_versions("", root)
         for key, child in root.children.items():
             # Tensors at the top of the state are one component.
             self.component = "state" if isinstance(child, TensorLeaf) else str(key)
@@ -218,6 +222,7 @@ class _InventoryBuilder:
             numpy=tuple(self.numpy),
             parameters=parameter_ranges((entry.fqn for entry in self.tensors), self.parameters),
             objects=tuple(self.objects),
+            versions=tuple(self.versions),
         )
         return LocalState(inventory, self.parts, self.values, self.per_rank, self.owners)
 
@@ -226,6 +231,7 @@ class _InventoryBuilder:
             case TensorLeaf():
                 self._add_tensor(fqn, tree)
             case Branch():
+                self._add_dict_versions(fqn, tree)
                 self._add_branch(fqn, tree.kind, tree.children)
             case SubclassLeaf():
                 self._add_subclass_tensor(fqn, tree)
@@ -233,6 +239,7 @@ class _InventoryBuilder:
                 self._add_owner(fqn, tree)
                 named = tree.state.parameters()
                 self.parameters.update((child_name(fqn, name), named[name]) for name in named)
+                self._add_versions(fqn, tree.state.metadata(), tree.state.entries)
                 self._add_branch(fqn, "dict", tree.children)
             case OptimizerLeaf():
                 self._add_owner(fqn, tree)
@@ -260,6 +267,16 @@ class _InventoryBuilder:
     def _add_container(self, fqn: str, kind: str, keys: Iterable[PathKey]) -> None:
         self._reserve_name(fqn)
         self.tree.append(Node(fqn, kind, tuple(keys)))
+
+    def _add_dict_versions(self, fqn: str, tree: Branch) -> None:
+        if (metadata := state_dict_metadata(tree.live)) is not None:
+            self._add_versions(fqn, metadata, map(str, tree.children))
+
+    def _add_versions(
+        self, fqn: str, metadata: Mapping[str, Mapping[str, object]], names: Iterable[str]
+    ) -> None:
+        listed = list_versions(metadata, names)
+        self.versions += ((fqn, path, json.dumps(listed[path])) for path in sorted(listed))
 
     def _add_branch(self, fqn: str, kind: str, children: Mapping[PathKey, Tree]) -> None:
         self._add_container(fqn, kind, children)

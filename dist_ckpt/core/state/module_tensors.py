@@ -8,48 +8,155 @@ or a hook renames tensors, as Lightning Fabric's wrapper does, they are matched 
 from __future__ import annotations
 
 import inspect
+import warnings
+from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from dist_ckpt.core.runtime.torch_private import has_load_hooks, storage_id, wrapped_child
+from dist_ckpt.core.planning.module_versions import state_dict_metadata
+from dist_ckpt.core.planning.name_selection import names_above
+from dist_ckpt.core.runtime.torch_private import (
+    conversion_of,
+    drop_load_hooks,
+    has_load_hooks,
+    storage_id,
+    wrapped_child,
+)
+from dist_ckpt.core.state.fsdp1 import fsdp1_private_names
 from dist_ckpt.core.state.fsdp1.fsdp1_modules import FlatModule, ParameterPart, flat_module
-from dist_ckpt.core.state.tensors.local_tensors import PLAIN
+from dist_ckpt.core.state.tensors.local_tensors import PLAIN, class_name
+from dist_ckpt.core.state.tree.containers import child_name
+
+
+@dataclass(frozen=True, slots=True)
+class Converter:
+    """A module of class `cls` that may convert its state while it is loaded.
+
+    With `by_names` it converts only state with other names. `overrides_load` is True for a root
+    with its own `load_state_dict`.
+    """
+
+    cls: str
+    by_names: bool = False
+    overrides_load: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """The missing and unexpected names that `load_state_dict` will report."""
+
+    missing: frozenset[str] = frozenset()
+    unexpected: frozenset[str] = frozenset()
+
+    @property
+    def rest(self) -> frozenset[str]:
+        """All names that the load will leave out."""
+        return self.missing | self.unexpected
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModulePart:
-    """A module without its wrappers. `keys` are the keys of its state dict, by name.
+    """A module without its wrappers.
 
+    `keys` are the keys of its state dict, by name. `metadata` is the state dict's `_metadata`, by
+    the paths of modules without the prefixes of wrappers, and `paths` are the paths with them.
     `flat` is set if the module has FSDP1's flat parameters.
     """
 
     module: nn.Module
     keys: Mapping[str, str]
+    metadata: Mapping[str, Mapping[str, object]]
+    paths: Mapping[str, str]
     flat: FlatModule | None = None
 
+    def converters(self) -> Mapping[str, Converter]:
+        """Return the modules that may convert their state while they are loaded, by path."""
+        found: dict[str, Converter] = {}
+        if any(conversion_of(part) for part in self.module.modules()):
+            paths = {key: path for path, key in self.paths.items()}
+            for key, part in self.module.named_modules(remove_duplicate=False):
+                if (kind := conversion_of(part)) is not None:
+                    # A class may leave its own prefix out of the keys, as Lightning Fabric's does.
+                    path = paths.get(key, paths.get(key.partition(".")[2], ""))
+                    found.setdefault(path, Converter(class_name(part), by_names=kind == "names"))
+        if self.flat is None and self._overrides_load():
+            found[""] = Converter(class_name(self.module), overrides_load=True)
+        return found
+
     def has_own_load(self) -> bool:
-        """Return True if the module overrides `load_state_dict` or has load hooks."""
+        """Return True if the module overrides `load_state_dict`, or has hooks that follow it."""
         if self.flat is not None:
             return False
-        overrides = type(self.module).load_state_dict is not nn.Module.load_state_dict
-        return overrides or has_load_hooks(self.module)
+        return self._overrides_load() or any(map(has_load_hooks, self.module.modules()))
 
-    def load(self, values: Mapping[str, object], *, assign: bool = False) -> None:
-        """Pass values, by name, to the module's `load_state_dict`."""
+    def _overrides_load(self) -> bool:
+        return type(self.module).load_state_dict is not nn.Module.load_state_dict
+
+    def key_of(self, name: str) -> str:
+        """Return the key of a name in the state dict, with the prefixes of wrappers."""
+        if name in self.keys:
+            return self.keys[name]
+        above = next((up for up in names_above(name) if up in self.paths), "")
+        return child_name(self.paths[above], name[len(above) :].lstrip(".")) if above else name
+
+    def load(
+        self,
+        values: Mapping[str, object],
+        metadata: Mapping[str, Mapping[str, object]] | None = None,
+        *,
+        assign: bool = False,
+    ) -> object:
+        """Pass values, by name, to the module's `load_state_dict`; return its result.
+
+        `metadata` has the versions of the values, by the paths of modules: None for those of the
+        module. Each call gets a new copy, because torch writes into it.
+        """
         if self.flat is not None:
             self.flat.set_extra_state(values)
-            return
+            return None
         load = self.module.load_state_dict
         parameters = inspect.signature(load).parameters
         takes_all = any(option.kind is option.VAR_KEYWORD for option in parameters.values())
         # Not strict: all other names are filled in place, or excluded by the user.
         options = {"strict": False, **({"assign": True} if assign else {})}
         accepted = {name: options[name] for name in options if takes_all or name in parameters}
-        load({self.keys[name]: value for name, value in values.items()}, **accepted)
+        state = OrderedDict((self.key_of(name), value) for name, value in values.items())
+        versions = self.metadata if metadata is None else metadata
+        state._metadata = deepcopy({self.path_of(p): {**of} for p, of in versions.items()})  # type: ignore[attr-defined]
+        return load(state, **accepted)
+
+    def path_of(self, path: str) -> str:
+        """Return the path of a module with the prefixes of wrappers."""
+        return self.paths[path] if path in self.paths else self.key_of(path)
+
+    def rehearse(
+        self, values: Mapping[str, object], metadata: Mapping[str, Mapping[str, object]]
+    ) -> Rehearsal:
+        """Load meta tensors into a copy of the module on the meta device.
+
+        The module is not changed. Hooks that follow a load are not called. Raises any error of a
+        module that cannot be copied, or that converts only tensors with data.
+        """
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        memo: dict[int, object] = {id(tensor): _on_meta(tensor) for tensor in tensors}
+        module = deepcopy(self.module, memo)
+        drop_load_hooks(module)
+        with warnings.catch_warnings():
+            # Torch warns of tensors with data that a class makes for its meta parameters.
+            warnings.simplefilter("ignore")
+            result = replace(self, module=module).load(values, metadata)
+        missing, unexpected = result.missing_keys, result.unexpected_keys  # type: ignore[attr-defined]
+        names = {key: name for name, key in self.keys.items()}
+        names |= {self.key_of(name): name for name in values}
+        return Rehearsal(
+            frozenset(names.get(key, key) for key in missing),
+            frozenset(names.get(key, key) for key in unexpected),
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,6 +173,10 @@ class ModuleState:
     entries: Mapping[str, object]
     live: Mapping[str, torch.Tensor | ParameterPart]
     left_out: Mapping[str, torch.Tensor]
+
+    def metadata(self) -> dict[str, Mapping[str, object]]:
+        """Return the `_metadata` of the state dicts, by the paths of modules without wrappers."""
+        return {path: module for part in self.parts for path, module in part.metadata.items()}
 
     def parameters(self) -> dict[str, bool]:
         """Return for each parameter, by name, whether it requires a gradient."""
@@ -90,8 +201,17 @@ def flat_state(module: nn.Module, fqn: str) -> ModuleState | None:
     module = _innermost(module)
     if (flat := flat_module(module, fqn)) is None:
         return None
-    part = ModulePart(module, {name: name for name in flat.entries}, flat)
+    unwrapped, paths = _read_metadata(module, None, _prefixes(module))
+    metadata = {fsdp1_private_names.clean_path(path): of for path, of in unwrapped.items()}
+    paths = {fsdp1_private_names.clean_path(path): key for path, key in paths.items()}
+    part = ModulePart(module, {name: name for name in flat.entries}, metadata, paths, flat)
     return ModuleState((part,), flat.entries, flat.live, {})
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    empty = torch.empty_like(tensor.detach(), device="meta")
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
 
 
 def _innermost(module: nn.Module) -> nn.Module:
@@ -121,7 +241,8 @@ def module_state(module: nn.Module) -> ModuleState:
         for name, tensor in tensors.items()
         if id(tensor) not in behind and isinstance(tensor, nn.Parameter)
     }
-    return ModuleState((ModulePart(module, keys),), entries, live, left_out)
+    part = ModulePart(module, keys, *_read_metadata(module, state, prefixes))
+    return ModuleState((part,), entries, live, left_out)
 
 
 def merge_states(states: Sequence[ModuleState]) -> ModuleState | None:
@@ -147,6 +268,20 @@ def _map_keys(state: object, prefixes: Sequence[tuple[str, str]]) -> dict[str, s
         twice = next(key for key in state if keys[_unwrap_name(key, prefixes)] != key)
         raise ValueError(f"it has {twice!r} once with and once without the prefix of a wrapper")
     return keys
+
+
+def _read_metadata(
+    module: nn.Module, state: object, prefixes: Sequence[tuple[str, str]]
+) -> tuple[Mapping[str, Mapping[str, object]], Mapping[str, str]]:
+    """Return the versions of a module's state dict, or of its modules if that has none."""
+    if (metadata := state_dict_metadata(state)) is None:
+        named = module.named_modules(remove_duplicate=False)
+        metadata = {path: {"version": part._version} for path, part in named}
+    if not prefixes:
+        return metadata, {path: path for path in metadata}
+    # A wrapper and its module become one path: the module, which is below, counts.
+    paths = {_unwrap_name(f"{path}.", prefixes)[:-1] if path else "": path for path in metadata}
+    return {path: metadata[key] for path, key in paths.items()}, paths
 
 
 def _prefixes(module: nn.Module) -> list[tuple[str, str]]:

@@ -24,6 +24,7 @@ from dist_ckpt.core.format.index.index import Catalog, Index, Key, Node
 from dist_ckpt.core.format.index.index_json import MAX_WORLD_SIZE
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
+from dist_ckpt.core.planning.module_versions import versions_of_names
 from dist_ckpt.core.planning.name_selection import (
     SELECT_ALL,
     Selection,
@@ -309,6 +310,7 @@ def select_part(
             per_rank={fqn: catalog.per_rank[fqn] for fqn in part.per_rank},
             parameters={f: is_on for f, is_on in catalog.parameters.items() if f in part.tensors},
             fused={fqn: of for fqn, of in catalog.fused.items() if fqn in part.tensors},
+            versions=versions_of_names(catalog.versions, chosen),
         ),
         replace(left, metadata=main.metadata),
     )

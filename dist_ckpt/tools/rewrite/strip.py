@@ -33,6 +33,7 @@ from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Index, Node, ObjectsFileRecord
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
+from dist_ckpt.core.planning.module_versions import versions_of_names
 from dist_ckpt.core.runtime.arguments import check_flag
 from dist_ckpt.core.shard_io.write.shard_writer import write_document
 from dist_ckpt.core.storage import Storage, refuse_linked_step
@@ -270,7 +271,9 @@ def drop_from_index(index: Index, names: Collection[str], keys: Collection[str])
     values = {f: rank for f, rank in catalog.values.items() if top_level_key(f, keys) not in names}
     per_rank = {f: ks for f, ks in catalog.per_rank.items() if top_level_key(f, keys) not in names}
     rest = replace(catalog, aliases=aliases, values=values, per_rank=per_rank)
-    return _drop_tensors(replace(index, catalog=rest), dropped, numbers)
+    left = _drop_tensors(replace(index, catalog=rest), dropped, numbers)
+    versions = versions_of_names(catalog.versions, left.catalog.names)
+    return replace(left, catalog=replace(left.catalog, versions=versions))
 
 
 def _drop_tensors(index: Index, dropped: Collection[str], numbers: Collection[int]) -> Index:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dist_ckpt.core.format import checksums, filenames
+from dist_ckpt.core.format import checksums, filenames, strict_json
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import ElementRange, Flat, Grid, Layout, Region, Regions
 from dist_ckpt.core.format.index.index import (
@@ -37,6 +37,7 @@ from dist_ckpt.core.format.objects.plain_types import (
     Size,
 )
 from dist_ckpt.core.format.shard_file import arrange_shards, decode_header
+from dist_ckpt.errors import CorruptError
 from headers import encode_header, shard_file
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -271,6 +272,22 @@ def test_the_golden_index_of_fused_tensors_is_decoded_and_encoded_for_ever():
     assert encode(index) == data
 
 
+def test_the_golden_index_of_modules_with_versions_is_decoded_and_encoded_for_ever():
+    plain = decode((GOLDEN / "version-1/a2-0123456789abcdef/index.json").read_bytes())
+    data = (GOLDEN / "version-1-modules" / "index.json").read_bytes()
+    assert isinstance(plain, Index)
+    assert plain.catalog.versions is None
+    more: Any = {"version": 1, "spectral_norm": {"weight.version": 1}}
+    versions = {"": {"": 1, "bn": 2, "none": None, "norm": more}}
+    index = replace(plain, catalog=replace(plain.catalog, versions=versions))
+    assert decode(data) == index
+    assert encode(index) == data
+    for entry in (b'"two"', b"1.5", b"[1]", b"true"):
+        text = data.rpartition(b",")[0].replace(b'"bn":2', b'"bn":' + entry)
+        with pytest.raises(CorruptError, match="not a version"):
+            decode(strict_json.seal(text))
+
+
 def contents(path):
     return {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()}
 
@@ -298,7 +315,7 @@ def test_the_table_of_extension_types_is_that_of_the_code():
 
 def test_the_fields_of_the_index_are_those_of_the_code():
     attached = (AttachedFileRecord("a", 1, "0f" * 16),)
-    catalog = replace(CATALOG, fused={"w": Fusion(1, (2, 3))})
+    catalog = replace(CATALOG, fused={"w": Fusion(1, (2, 3))}, versions={})
     index = Index("a1-" + "0" * 16, 1, catalog, (), (), {}, {}, 1.5, "0f" * 16, attached)
     section = TEXT[TEXT.index("## 4.") : TEXT.index("An abandoned attempt's")]
     assert re.findall(r"^\| `(\w+)`", section, re.MULTILINE) == re.findall(

@@ -33,6 +33,11 @@ else:  # for decoding messages: limited depth
         Key = int | str | tuple[Key, ...]
 
 
+# The listed modules of a model, by their paths in it: a version, all metadata of the module, or
+# None if it has none. `planning/module_versions.py` has the defaults of the others.
+ListedVersions = Mapping[str, Json]
+
+
 @dataclass(frozen=True, slots=True)
 class Component:
     """A top-level key of the state that has tensors, or a part of one."""
@@ -79,6 +84,9 @@ class Catalog:
     parameters: Mapping[str, bool] = field(default_factory=dict)
     # fqn of a tensor -> its pieces, if the ShardingConfig of the save named them
     fused: Mapping[str, Fusion] = field(default_factory=dict)
+    # The versions of each model's modules, by its name in the state. None if they are unknown, as
+    # in checkpoints from before 2026-12. A model that is not listed has no versions.
+    versions: Mapping[str, ListedVersions] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -36,6 +36,7 @@ from dist_ckpt.core.format.index.index import (
     Component,
     Index,
     Key,
+    ListedVersions,
     ObjectsFileRecord,
     ShardFileRecord,
     TensorRecord,
@@ -84,7 +85,7 @@ _MAX_LOOKUPS = 1 << 28
 
 CATALOG_FIELDS = (
     *("world_size", "mesh", "components", "holders", "layouts"),
-    *("tensors", "aliases", "values", "per_rank", "parameters", "fused"),
+    *("tensors", "aliases", "values", "per_rank", "parameters", "fused", "versions"),
 )
 _INDEX_FIELDS = (
     *("format", "state", "attempt", "save", "step", *CATALOG_FIELDS),
@@ -173,6 +174,7 @@ def encode_catalog(catalog: Catalog) -> dict[str, Json]:
         number = tables.setdefault(layout.holders, len(tables))
         layouts.append({**_encode_cut(layout.cut), "holders": number})
     fused = encode_fused(catalog)
+    known = {} if catalog.versions is None else {"versions": _encode_versions(catalog.versions)}
     return {
         "world_size": catalog.world_size,
         "mesh": [[name, size] for name, size in catalog.mesh],
@@ -191,7 +193,12 @@ def encode_catalog(catalog: Catalog) -> dict[str, Json]:
         },
         "parameters": [[*row] for row in parameter_ranges(catalog.tensors, catalog.parameters)],
         **({"fused": fused} if fused else {}),
+        **known,
     }
+
+
+def _encode_versions(versions: Mapping[str, ListedVersions]) -> Json:
+    return {model: dict(listed) for model, listed in versions.items()}
 
 
 def _encode_cut(cut: Cut) -> dict[str, Json]:
@@ -249,9 +256,9 @@ def decode(
         return Abandoned(_decode_attempt(attempt, label), string(by, label), string(reason, label))
     if state != "committed":
         raise corrupt_error(label, f"state {quote(state)} is neither committed nor abandoned")
-    # Before 2026-12 there was no `save`, `parameters` or `fused`; `attached` is optional.
+    # Before 2026-12 there was no `save`, `parameters`, `fused` or `versions`.
     absent: dict[str, Json] = {"save": None, "parameters": [], "fused": [], "attached": []}
-    fields({**absent, **doc}, _INDEX_FIELDS, label)
+    fields({**absent, "versions": None, **doc}, _INDEX_FIELDS, label)
     catalog = cached.catalog if cached and around else decode_catalog(doc, tensors, label)
     return _decode_index(doc, catalog, label)
 
@@ -441,6 +448,7 @@ def decode_catalog(doc: Mapping[str, Json], tensors_text: bytes, label: str) -> 
         per_rank=per_rank,
         parameters=decode_parameters(doc.get("parameters", []), [*tensors], label),
         fused=decode_fused(doc.get("fused", []), tensors, f"{label}, fused"),
+        versions=_decode_versions(doc["versions"], label) if "versions" in doc else None,
     )
 
 
@@ -519,6 +527,16 @@ def _decode_cut(kind: str, value: list[Json], label: str) -> Cut:
     if kind == "flat":
         return Flat(integers(value, label))
     return Regions(tuple(decode_region(region, label) for region in value))
+
+
+def _decode_versions(value: Json, label: str) -> Mapping[str, ListedVersions]:
+    label = f"{label}, versions"
+    versions = {model: mapping(listed, label) for model, listed in mapping(value, label).items()}
+    for listed in versions.values():
+        for path, entry in listed.items():
+            if entry is not None and type(entry) not in (int, dict):
+                raise corrupt_error(label, f"{quote(path)} has {quote(entry)}, not a version")
+    return versions
 
 
 def _decode_per_rank(value: Json, world_size: int, label: str) -> tuple[tuple[Key, int], ...]:

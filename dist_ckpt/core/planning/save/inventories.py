@@ -29,7 +29,15 @@ from dist_ckpt.core.format.geometry import (
     check_tiling,
     row_major_strides,
 )
-from dist_ckpt.core.format.index.index import Component, Fusion, Key, Node, TensorRecord
+from dist_ckpt.core.format.index.index import (
+    Component,
+    Fusion,
+    Key,
+    ListedVersions,
+    Node,
+    TensorRecord,
+)
+from dist_ckpt.core.planning.module_versions import merge_versions
 from dist_ckpt.core.planning.plan import Inventory, NameList
 from dist_ckpt.core.planning.tensor_views import (
     Flattened,
@@ -234,6 +242,14 @@ def merge_fused(distinct: Sequence[DistinctInventory]) -> dict[str, Fusion]:
             if (fusion := fusions.get(entry.view)) is not None:
                 fused[entry.fqn] = fusion
     return fused
+
+
+def merge_module_versions(
+    distinct: Sequence[DistinctInventory],
+) -> Mapping[str, ListedVersions] | None:
+    """Return the versions of the modules of all ranks; None if no rank has them."""
+    known = [v for sent in distinct if (v := sent.inventory.versions) is not None]
+    return merge_versions(chain.from_iterable(known)) if known else None
 
 
 def merge_components(distinct: Sequence[DistinctInventory]) -> tuple[Component, ...]:

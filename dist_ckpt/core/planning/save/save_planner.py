@@ -110,6 +110,7 @@ def plan_save(
         },
         parameters={fqn: trained[fqn] for fqn in records if fqn in trained} if trained else {},
         fused=inventories.merge_fused(distinct),
+        versions=inventories.merge_module_versions(distinct),
     )
     unsplit = {fqn: t.layout for fqn, t in tensors.items() if stored[fqn][0] is not t.layout}
     return SavePlan(

@@ -122,6 +122,11 @@ def clean_names(module: nn.Module, own_name: str) -> set[str]:
     return {clean_tensor_name(name) for name in module_fqns(module, own_name)}
 
 
+def clean_path(path: str) -> str:
+    """Return the path of a module without the prefixes of FSDP1 and of activation checkpoints."""
+    return str(clean_tensor_name(f"{path}.")).removesuffix(".") if path else ""
+
+
 def find_state_dict_change(module: nn.Module) -> str | None:
     """Return a description of user code that changes a module's state dict; None without any."""
     for name in ("state_dict", "_save_to_state_dict"):
