@@ -11,13 +11,22 @@ class CheckpointError(Exception):
     """Base of all errors about checkpoints.
 
     `rank` is the rank of the group on which the error happened, `phase` the phase of the save or
-    load. Both are None with a single process, or outside of a phase.
+    load. Both are None with a single process, or outside of a phase. `touched` names the live
+    tensors that may contain partial data; it is empty if none do.
     """
 
-    def __init__(self, message: str, *, rank: int | None = None, phase: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        phase: str | None = None,
+        touched: tuple[str, ...] = (),
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.phase = phase
+        self.touched = touched
 
 
 class NotFoundError(CheckpointError):
@@ -35,8 +44,7 @@ class ConflictError(CheckpointError):
 class CorruptError(CheckpointError):
     """Stored data is damaged: fall back to an older checkpoint.
 
-    `touched` names the live tensors that may contain partial data; it is empty if none do. `path`
-    is the damaged file, or None if it is unknown.
+    `path` is the damaged file, or None if it is unknown.
     """
 
     def __init__(
@@ -48,8 +56,7 @@ class CorruptError(CheckpointError):
         touched: tuple[str, ...] = (),
         path: str | None = None,
     ) -> None:
-        super().__init__(message, rank=rank, phase=phase)
-        self.touched = touched
+        super().__init__(message, rank=rank, phase=phase, touched=touched)
         self.path = path
 
 

@@ -93,7 +93,7 @@ def describe_error(
         message=message,
         rank=rank if own_rank is None else own_rank,
         phase=own_phase or phase,
-        touched=error.touched if isinstance(error, CorruptError) else (),
+        touched=error.touched if isinstance(error, CheckpointError) else (),
         path=error.path if isinstance(error, CorruptError) else None,
         is_secondary=isinstance(error, SecondaryError),
     )
@@ -120,15 +120,10 @@ def build_error(failure: Failure) -> Exception:
     kind = _KINDS[failure.kind]
     if not issubclass(kind, CheckpointError):
         return kind(failure.message)
-    if issubclass(kind, CorruptError):
-        return kind(
-            failure.message,
-            rank=failure.rank,
-            phase=failure.phase,
-            touched=failure.touched,
-            path=failure.path,
-        )
-    return kind(failure.message, rank=failure.rank, phase=failure.phase)
+    error = kind(failure.message, rank=failure.rank, phase=failure.phase, touched=failure.touched)
+    if isinstance(error, CorruptError):
+        error.path = failure.path
+    return error
 
 
 def is_interrupt(error: BaseException | None) -> bool:

@@ -219,6 +219,8 @@ def _load(call: LoadCall) -> LoadReport:
                 raise _DamagedInMemoryError from error
             raise
         report = _build_report(call, arguments, checked, decision, totals, phases)
+        for warning in checked.binding.warnings:
+            _log.warning("%s", warning)
         if call.options.record_check and session.channel.rank == COORDINATOR:
             is_partial = report.unexpected or report.dropped or decision.from_memory
             is_whole = not is_partial and arguments.selection == SELECT_ALL

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from copy import deepcopy
 from math import isfinite
 from typing import TypeGuard
 
@@ -29,7 +28,7 @@ _MAX_CHARS = 4096
 
 
 def state_dict_metadata(state: object) -> Mapping[str, Mapping[str, object]] | None:
-    """Return the versions that torch has put into a state dict; None if it has none."""
+    """Return the versions of modules in a state dict of torch; None if it has none."""
     metadata = getattr(state, "_metadata", None)
     if not isinstance(metadata, Mapping):
         return None
@@ -82,9 +81,9 @@ def encode_metadata(metadata: Mapping[str, object]) -> Json:
 
 
 def decode_metadata(entry: Json) -> dict[str, Json]:
-    """Return the metadata of a module from its entry: a new dict for each call."""
+    """Return the metadata of a module from its entry."""
     if isinstance(entry, dict):
-        return deepcopy(entry)
+        return {**entry}
     return {} if entry is None else {"version": entry}
 
 

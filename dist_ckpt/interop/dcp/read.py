@@ -120,6 +120,8 @@ def add_folder(
 
     `keep_unknown` is for metadata that also describes other things than the folder's contents.
     """
+    # As in DCP, where a state dict that is loaded has the versions of the live modules.
+    nested.versions = None
     path = f"{folder}/{DCP_METADATA}"
     try:
         data = read_bytes(storage, path, _MAX_METADATA_NBYTES)

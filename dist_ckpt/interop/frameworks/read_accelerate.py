@@ -96,7 +96,9 @@ class _Folder:
     def add_weights(self, path: str, top: str, _: re.Match[str]) -> None:
         """Add a model in a file of torch.save, or a part of one."""
         with open_archive(self._storage, path) as archive:
-            for name, value in read_dict(archive).items():
+            state = read_dict(archive)
+            self.nested.add_versions(top, state, state, archive.budget)
+            for name, value in state.items():
                 self.nested.add((top, str(name)), value, archive)
 
     def add_pickled(self, path: str, top: str, match: re.Match[str]) -> None:

@@ -217,6 +217,7 @@ class _ZeroFiles:
         module = self._expect_names(self.model.get("module"))
         buffers = self._expect(self.model.get("buffer_names") or [], list)
         frozen = self._expect(self.model.get("frozen_param_shapes") or {}, dict)
+        self._nested.add_versions("model", self.model.get("module"), module, self._archive.budget)
         for name, value in module.items():
             if name in partitioned or name in shared:
                 continue

@@ -12,11 +12,12 @@ from itertools import chain
 from pathlib import PurePath
 from typing import Any, NamedTuple, Protocol
 
-from dist_ckpt.core.format.index.index import MAX_STEP, Node
+from dist_ckpt.core.format.index.index import MAX_STEP, ListedVersions, Node
 from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.objects.plain_codec import check_plain
 from dist_ckpt.core.format.objects.plain_types import Device, NumpyScalar
 from dist_ckpt.core.format.strict_json import is_text
+from dist_ckpt.core.planning.module_versions import list_versions, state_dict_metadata
 from dist_ckpt.core.planning.name_selection import Selection, excluded_names
 from dist_ckpt.core.state.tree.containers import (
     MAX_DEPTH,
@@ -125,6 +126,8 @@ class NestedState:
     def __init__(self, label: str, import_filter: ImportFilter) -> None:
         self.tensors: dict[str, ForeignTensor] = {}
         self.per_rank: dict[str, dict[int, object]] = {}
+        # The versions of modules (`planning/module_versions.py`). None if no file can have them.
+        self.versions: dict[str, ListedVersions] | None = {}
         self._aliases: dict[str, str] = {}
         self._values: dict[str, object] = {}
         self._nodes: list[Node] = []
@@ -177,6 +180,16 @@ class NestedState:
         with self._errors_at(path):
             named = _with_param_names(value, model, pickled.budget)
         self.add(path, named, pickled)
+
+    def add_versions(
+        self, fqn: str, state: object, names: Iterable[object], cost: PickleBudget
+    ) -> None:
+        """Add the versions of a module, if its state dict has them."""
+        metadata = state_dict_metadata(state)
+        if metadata is not None and self.versions is not None:
+            cost.spend(sum(_NAME_COST + len(path) + len(of) for path, of in metadata.items()))
+            listed_versions = list_versions(metadata, map(str, names))
+            self.versions[fqn] = {**self.versions.get(fqn, {}), **listed_versions}
 
     def add_top(self, state: Mapping[Any, object], pickled: Pickled) -> None:
         """Add the whole state: a dict, whose keys are the components."""
@@ -246,7 +259,7 @@ class NestedState:
             names.add(fqn)
         tensors = [*self.tensors.values()]
         return ForeignState(
-            tensors, tree, self._values, {}, self._aliases, self.per_rank, valid_step
+            tensors, tree, self._values, {}, self._aliases, self.per_rank, valid_step, self.versions
         )
 
     def _reserve(self, path: Path) -> None:
@@ -271,7 +284,10 @@ class NestedState:
         budget.spend(sum(_NAME_COST + len(name) for name in names.values()))
         chosen = [key for key, name in names.items() if not self.excludes(name)]
         items = ((key, self._select(names[key], value[key], budget, depth + 1)) for key in chosen)
-        return create_container(container_kind(value) or "dict", items)
+        selected = create_container(container_kind(value) or "dict", items)
+        if (metadata := getattr(value, "_metadata", None)) is not None:
+            selected._metadata = metadata  # type: ignore[attr-defined]
+        return selected
 
     def _add(self, fqn: str, value: object, pickled: Pickled, depth: int, part_of: str) -> None:
         _check_depth(depth)
@@ -289,6 +305,7 @@ class NestedState:
         if strange := [key for key in entries if type(key) not in (str, int)]:
             raise self._naming_error(fqn, f"a container with {_describe_key(strange[0])}")
         self._nodes.append(Node(fqn, kind, tuple(entries)))
+        self.add_versions(fqn, value, entries, pickled.budget)
         part_of = part_of or ("" if isinstance(value, Mapping) else fqn)  # see `_find_unknown`
         for key, child in entries.items():
             name = child_name(fqn, key)

@@ -310,8 +310,11 @@ class _Machine:
     def build(self) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
+        if type(target) is OrderedDict and type(state) is dict:
+            # The versions of modules in a state dict; other attributes are dropped.
+            target._metadata = state.get("_metadata")  # type: ignore[attr-defined]
         if type(target) in (OrderedDict, UnknownObject):
-            return  # drop its attributes, such as the versions of modules
+            return
         set_state = getattr(type(target), "set_state", None)
         if set_state is None:
             raise TypeError(f"a state for {quote(target)}")

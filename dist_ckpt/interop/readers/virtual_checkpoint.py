@@ -6,6 +6,7 @@ digests (`Index.has_digests` is False): only sizes and names are checked.
 
 from __future__ import annotations
 
+import json
 import threading
 import zlib
 from bisect import bisect_right
@@ -22,7 +23,7 @@ from dist_ckpt.core.format.checksums import BLOCK_DIGEST_CHARS, document_digest
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import ByteRange, Cell, Region, Shape, row_major_strides
 from dist_ckpt.core.format.index import index_json
-from dist_ckpt.core.format.index.index import FOREIGN_ATTEMPT, Index, Key, Node
+from dist_ckpt.core.format.index.index import FOREIGN_ATTEMPT, Index, Key, ListedVersions, Node
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.name_selection import names_above
@@ -149,7 +150,8 @@ class ForeignState:
     """The state in the files of another system; `tree` has the containers, as in an objects file.
 
     `values` are plain data by name. `aliases` maps the other names of a tied tensor to the first.
-    `per_rank` has values by name and rank. `metadata` and `step` are those in the files.
+    `per_rank` has values by name and rank. `metadata` and `step` are those in the files. `versions`
+    are those of modules, as in `Catalog`: None if they are unknown.
     """
 
     tensors: Sequence[ForeignTensor]
@@ -159,6 +161,7 @@ class ForeignState:
     aliases: Mapping[str, str] = field(default_factory=dict)
     per_rank: Mapping[str, Mapping[int, object]] = field(default_factory=dict)
     step: int | None = None
+    versions: Mapping[str, ListedVersions] | None = field(default_factory=dict)
 
 
 def build_virtual_checkpoint(
@@ -316,6 +319,13 @@ def _build_inventory(state: ForeignState, contents: _TensorsInFile, rank: int) -
         tree=state.tree,
         name_lists=(),
         numpy=(),
+        versions=None
+        if state.versions is None
+        else tuple(
+            (model, path, json.dumps(entry))
+            for model, listed in ({} if rank else state.versions).items()
+            for path, entry in listed.items()
+        ),
     )
 
 

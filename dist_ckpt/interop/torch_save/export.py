@@ -332,7 +332,12 @@ class _StateWalk:
             items = [*{**group, "params": params}.items(), *items]
         if kind not in ("dict", "OrderedDict", "list", "tuple"):
             self.not_plain.append(name)
-        return create_container(kind, items)
+        if name not in self._saved.models:
+            return create_container(kind, items)
+        state = OrderedDict(items)
+        # The versions of modules, for `load_state_dict`.
+        state._metadata = OrderedDict(self._saved.model_metadata(name))  # type: ignore[attr-defined]
+        return state
 
     def _is_chosen(self, name: str) -> bool:
         """Return True if something at or below a name is selected, or if nothing is below it.

@@ -15,6 +15,7 @@ from math import prod
 from typing import Any
 
 from dist_ckpt.core.format.geometry import Region
+from dist_ckpt.core.planning.module_versions import state_dict_metadata
 from dist_ckpt.core.storage import ReadableFile, Storage
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
 from dist_ckpt.interop.readers import restricted_pickle
@@ -63,7 +64,7 @@ def read(storage: Storage, path: str, import_filter: ImportFilter) -> ForeignSta
     with open_archive(storage, path) as archive:
         state = read_dict(archive)
         if all(isinstance(value, TensorView) for value in state.values()):
-            state = {MODEL: dict(state)}
+            state = {MODEL: state if state_dict_metadata(state) else dict(state)}
         nested.add_top(state, archive)
     return nested.state()
 
@@ -103,9 +104,10 @@ def _add_part(nested: NestedState, storage: Storage, path: str, names: set[str] 
                 f"{path} lacks tensors that the index names for it: {listed(missing)}; fetch it "
                 f"again"
             )
-        for name, value in state.items():
-            if names is None or name in names:
-                nested.add((MODEL, name), value, archive)
+        chosen = {k: value for k, value in state.items() if names is None or k in names}
+        nested.add_versions(MODEL, state, chosen, archive.budget)
+        for name, value in chosen.items():
+            nested.add((MODEL, name), value, archive)
 
 
 def read_dict(archive: Archive) -> dict[Any, object]:

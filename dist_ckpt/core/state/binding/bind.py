@@ -15,12 +15,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from operator import itemgetter
 from typing import Any, assert_never
 
 from dist_ckpt.core.format.index.index import Key
+from dist_ckpt.core.planning.module_versions import modules_above, state_dict_metadata
 from dist_ckpt.core.planning.name_selection import Selection
 from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.runtime.processes import paused_collector
@@ -33,15 +33,15 @@ from dist_ckpt.core.state.binding.bind_context import (
     Value,
     fill_container,
     fill_empty,
+    set_metadata,
 )
+from dist_ckpt.core.state.binding.bind_modules import bind_module
 from dist_ckpt.core.state.binding.bind_optimizers import bind_optimizer
+from dist_ckpt.core.state.binding.conversions import is_in
 from dist_ckpt.core.state.binding.sources.rename import suggest_rules
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, build_saved_tree
 from dist_ckpt.core.state.binding.targets import PlacementHint
 from dist_ckpt.core.state.binding.template import Template, read_template
-from dist_ckpt.core.state.module_tensors import ModulePart, ModuleState
-from dist_ckpt.core.state.tensors.local_tensors import PLAIN
-from dist_ckpt.core.state.tensors.locate_tensor import is_meta
 from dist_ckpt.core.state.tree.containers import (
     child_name,
     container_entries,
@@ -59,7 +59,6 @@ from dist_ckpt.core.state.tree.state_tree import (
     Tree,
     calling_user_code,
     has_state,
-    read_tensor,
     requires_grad,
 )
 from dist_ckpt.core.state.wrappers import RNG, PerRank
@@ -102,7 +101,7 @@ class Binding:
     - `unrequested_parts`: tensors that a rename makes, and that this rank's state does not have,
       though it may have other parts of the same saved tensor.
     - `dropped`: names that a policy or a rename left out.
-    - `assumed`: texts about what the load assumes.
+    - `assumed`: texts about what the load assumes, and `warnings`: about what may be wrong.
     - `pattern_problems`: error texts for patterns that match no name.
     - `makes_memory`: True if `allocate` creates tensors besides those of the state.
     - `assigns_values`, `loads_objects`: True if `assign_values` and `load_objects` have work.
@@ -114,8 +113,9 @@ class Binding:
         self.missing = tuple(context.missing)
         self.dropped = tuple(context.dropped)
         self.restored = tuple(context.restored)
+        self.warnings = tuple(context.warnings)
         self.resharded = tuple(context.targets.resharded)
-        self.assumed = _list_assumptions(context)
+        self.assumed = (*_list_assumptions(context), *context.assumed)
         self.wanted: tuple[TensorRequest, ...] = context.targets.wanted()
         self.makes_memory = bool(context.targets.new_tensors)
         self.assigns_values = bool(
@@ -267,6 +267,7 @@ def _bind_root(context: BindContext) -> Value | None:
     if root.children:
         return _bind_branch(context, "", root)
     saved = context.request_subtree("")
+    _bind_versions(context, "", root.live)
     if isinstance(saved, NewContainer):
         return partial(fill_container, root.kind, root.live, saved.items)
     return saved
@@ -286,7 +287,7 @@ def _bind_node(context: BindContext, name: str, tree: Tree) -> Value | None:
         case PerRank() | RNG():
             _bind_per_rank(context, name, tree)
         case ModuleLeaf():
-            _bind_module(context, name, tree)
+            bind_module(context, name, tree)
         case OptimizerLeaf():
             bind_optimizer(context, name, tree)
         case ObjectLeaf():
@@ -305,6 +306,7 @@ def _bind_branch(context: BindContext, name: str, tree: Branch) -> Value | None:
         key: _bind_node(context, child_name(name, key), child)
         for key, child in tree.children.items()
     }
+    _bind_versions(context, name, tree.live)
     values = {key: value for key, value in bound.items() if value is not None}
     return partial(fill_container, tree.kind, tree.live, values) if values else None
 
@@ -327,6 +329,37 @@ def _has_another_length(context: BindContext, name: str, tree: Branch) -> bool:
         f"the state has {now}: create it with {length}{empty}, or exclude {name!r}"
     )
     return True
+
+
+def _bind_versions(context: BindContext, name: str, live: object) -> None:
+    """Give a state dict the saved versions of its modules, if anything of it is loaded.
+
+    Modules of which nothing is loaded keep their versions. If the saved ones are unknown, all do.
+    """
+    before = state_dict_metadata(live)
+    if context.saved.catalog_of(name).versions is None:
+        return
+    if before is None and name not in context.saved.models:
+        return
+    start = len(name) + 1 if name else 0
+    restored = modules_above(n[start:] for n in context.restored if not name or is_in(n, (name,)))
+    if not restored and not any(is_in(n, (name,)) for n in context.restored):
+        return
+    saved = context.saved.model_metadata(name)
+    if not hasattr(live, "__dict__"):
+        if any(module != {"version": 1} for module in saved.values()):
+            context.assumed.append(
+                f"{name or 'the state'}: a {type(live).__name__} cannot have the saved versions "
+                "of modules, so a class with a `_version` may convert its tensors once more: load "
+                "into an OrderedDict, or into the module itself"
+            )
+        return
+    metadata: dict[str, Mapping[str, object]] = {}
+    for path in {**(before or {}), **saved}:
+        is_kept = before is not None and path != "" and path not in restored
+        if (module := (before or {} if is_kept else saved).get(path)) is not None:
+            metadata[path] = module
+    context.value_setters.append(partial(set_metadata, live, metadata))
 
 
 def _bind_tensor(context: BindContext, name: str, leaf: TensorLeaf) -> Value | None:
@@ -490,93 +523,3 @@ def _load_object(
         inner_loads.get(id(owner), load)()  # the inner one may be bound after this
 
     context.object_loads.append((name, load_once))
-
-
-def _bind_module(context: BindContext, fqn: str, leaf: ModuleLeaf) -> None:
-    """Request the values of a module's state dict. Only names that the module has are loaded."""
-    state = leaf.state
-    assigned = _bind_live(context, fqn, state)
-    further = {name: tree for name, tree in leaf.children.items() if name not in state.live}
-    extras = context.request_entries(fqn, further)
-    for extra in extras:
-        full = child_name(fqn, extra)
-        remedy = "make it before the load, so that get_extra_state() returns it"
-        context.check_objects(full, f"{remedy}, or exclude {full!r}")
-    for part in state.parts:
-        if part.flat is not None:
-            context.value_setters.append(part.flat.update_copies)
-        _load_part(context, fqn, part, state.live, assigned, extras)
-
-
-def _bind_live(context: BindContext, fqn: str, state: ModuleState) -> dict[str, object]:
-    """Request the live tensors; return the new tensors that replace meta tensors, by name."""
-    created: dict[int, object] = {}
-    assigned: dict[str, object] = {}
-    tied = _tied_to_saved(context, fqn, state)
-    for name in (name for name in state.live if name not in tied):
-        full, live = child_name(fqn, name), state.live[name]
-        # A hook may have copied the tensor in the state dict, so the live tensor is filled.
-        leaf = TensorLeaf(live) if type(live) in PLAIN else read_tensor(live, full)
-        if isinstance(leaf, SubclassLeaf):
-            context.request_subclass(full, leaf)
-        elif context.request_tensor(full):
-            # Tied meta parameters become one new tensor: reuse it under its second name.
-            if id(live) in created:
-                leaf = replace(leaf, value=created[id(live)])
-            value = context.targets.request_fill(full, leaf)
-            if is_meta(live):
-                assigned[name] = created[id(live)] = value
-    for name in tied:
-        context.restored[child_name(fqn, name)] = None
-        if (twin := created.get(id(state.live[name]))) is not None:
-            assigned[name] = twin
-    return assigned
-
-
-def _tied_to_saved(context: BindContext, fqn: str, state: ModuleState) -> set[str]:
-    """Return the names of tied tensors whose value is saved under another of their names."""
-    names: dict[int, list[str]] = {}
-    for name, live in state.live.items():
-        names.setdefault(id(live), []).append(name)
-    tied: set[str] = set()
-    for twins in names.values() if len(names) < len(state.live) else ():
-        selected = [name for name in twins if context.is_selected(child_name(fqn, name))]
-        if any(context.saved.tensor(child_name(fqn, name)) for name in selected):
-            tied.update(name for name in selected if not context.has(child_name(fqn, name)))
-    return tied
-
-
-def _load_part(
-    context: BindContext,
-    fqn: str,
-    part: ModulePart,
-    live: Mapping[str, object],
-    assigned: Mapping[str, object],
-    extras: Mapping[str, Value],
-) -> None:
-    """Schedule the `load_state_dict` calls of one part of a model.
-
-    The first call assigns the tensors that replace meta tensors. The second passes the values that
-    are not live tensors, or all values if the class has its own `load_state_dict` or hooks.
-    """
-    live = {name: tensor for name, tensor in live.items() if name in part.keys}
-    assigned = {name: tensor for name, tensor in assigned.items() if name in part.keys}
-    extras = {name: value for name, value in extras.items() if name in part.keys}
-    restored = any(child_name(fqn, name) in context.restored for name in live)
-    whole = part.has_own_load() and (restored or extras)
-
-    def assign() -> None:
-        with calling_user_code(fqn, part.module, "load_state_dict"):
-            part.load(assigned, assign=True)
-
-    def load() -> None:
-        # Live tensors are already filled. To copy one onto itself does nothing.
-        values = {name: live[name] for name in live if whole and not is_meta(live[name])}
-        values.update((name, extra()) for name, extra in extras.items())
-        with calling_user_code(fqn, part.module, "load_state_dict"):
-            part.load(values)
-
-    if assigned:
-        context.tensor_setters.append((fqn, assign))
-    if extras or whole:
-        context.object_loads.append((fqn, load))

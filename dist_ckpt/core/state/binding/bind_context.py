@@ -6,8 +6,9 @@ returns the new value of the name.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -66,14 +67,28 @@ class FixedValue:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewContainer:
-    """A new container of a saved kind, with requested items."""
+    """A new container of a saved kind, with requested items.
+
+    The state dict of a module has `metadata`, the versions of its modules, as torch's has.
+    """
 
     kind: str
     items: Mapping[PathKey, Value]
+    metadata: Mapping[str, Mapping[str, object]] | None = None
 
     def __call__(self) -> object:
         """Return the new container."""
-        return create_container(self.kind, ((key, item()) for key, item in self.items.items()))
+        items = ((key, item()) for key, item in self.items.items())
+        if self.metadata is None:
+            return create_container(self.kind, items)
+        container = create_container("OrderedDict", items)
+        set_metadata(container, self.metadata)
+        return container
+
+
+def set_metadata(state: object, metadata: Mapping[str, Mapping[str, object]]) -> None:
+    """Give a state dict the versions of modules, for torch's `load_state_dict`."""
+    state._metadata = OrderedDict(deepcopy({**metadata}))  # type: ignore[attr-defined]
 
 
 def fill_container(kind: str, live: object, items: Mapping[PathKey, Value]) -> object:
@@ -90,13 +105,18 @@ def fill_container(kind: str, live: object, items: Mapping[PathKey, Value]) -> o
 def fill_empty(live: object, saved: Value) -> object:
     """Return the saved value for a name where the state has None or an empty container.
 
-    If the user's container and the saved one have the same class, fill the user's one instead.
+    If the user's container and the saved one have the same class, fill the user's one instead. A
+    plain dict is filled too, if the saved value is the state dict of a module. But it cannot have
+    the versions of modules, so the saved value replaces it.
     """
     value: Any = saved()
+    metadata = saved.metadata if isinstance(saved, NewContainer) else None
     is_alike = type(value) is type(live) and _max_length(value) == _max_length(live)
-    if is_alike and isinstance(live, MutableMapping):
+    if isinstance(live, MutableMapping) and (is_alike or (metadata and type(live) is dict)):
         live.update(value)
-        return live
+        if is_alike and metadata is not None:
+            set_metadata(live, metadata)
+        return live if is_alike else value
     # A list that the state has under two names is filled once: the second name gets its own.
     if is_alike and isinstance(live, list | deque) and not live:
         live.extend(value)
@@ -141,6 +161,8 @@ class BindContext:
         self.targets = FillTargets(template, saved, cast)
         self._cast = cast
         self.problems = self.targets.problems
+        self.warnings: list[str] = []
+        self.assumed: list[str] = []
         self.missing: dict[str, None] = {}
         self.dropped: list[str] = [*saved.dropped]
         self.restored: dict[str, None] = {}
@@ -481,7 +503,8 @@ class BindContext:
         if items:
             constants = {key: FixedValue(v) for key, v in (container_entries(whole) or {}).items()}
             kind = kind or container_kind(whole) or "dict"
-            return NewContainer(kind, {**constants, **items})
+            metadata = self.saved.model_metadata(name) if name in self.saved.models else None
+            return NewContainer(kind, {**constants, **items}, metadata)
         is_empty = not self.saved.children(name)
         if leaf is None and kind is not None and is_empty and self.is_selected(name):
             return NewContainer(kind, {})

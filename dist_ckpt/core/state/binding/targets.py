@@ -249,12 +249,9 @@ class FillTargets:
             self.problems.append(self._mismatch_text(name, local, leaf))
             return value
         cast_from = record.dtype if cells and local.dtype != record.dtype else None
-        if cast_from is not None and (why := self._why_no_cast(name, local, as_bits=as_bits)):
-            self.problems.append(
-                f"{name}: saved as {record.dtype}{self._saved.source_text(name)}, the state has "
-                f"{local.dtype}: {why}; make it {record.dtype}, load, and convert"
-            )
-        elif not local.parts or self._is_first_reader(name, value, local.parts[0]):
+        if cast_from and not self.check_dtype(name, local.dtype, as_bits=as_bits):
+            return value
+        if not local.parts or self._is_first_reader(name, value, local.parts[0]):
             self._request(name, fqn, cells, local.parts, cast_from)
             self._note_unknown_pieces(name, local, leaf)
             # `cast` selects by name, so a cast tensor says nothing about other names.
@@ -275,13 +272,24 @@ class FillTargets:
             rules.check_dtensor(name, leaf, local)
         return value, local
 
-    def _why_no_cast(self, name: str, local: LocalTensor, *, as_bits: bool) -> str | None:
+    def check_dtype(self, name: str, dtype: str, *, as_bits: bool = False) -> bool:
+        """Return True if a saved tensor has this dtype or may be cast to it; else report it."""
+        saved = self._saved_tensor(name)[1].dtype
+        if dtype == saved or (why := self._why_no_cast(name, dtype, as_bits=as_bits)) is None:
+            return True
+        self.problems.append(
+            f"{name}: saved as {saved}{self._saved.source_text(name)}, the state has {dtype}: "
+            f"{why}; make it {saved}, load, and convert"
+        )
+        return False
+
+    def _why_no_cast(self, name: str, dtype: str, *, as_bits: bool) -> str | None:
         """Return the reason why a saved tensor is not converted; None if it is."""
         if as_bits:
             return "the inner tensors of a subclass are never cast"
         if self._cast is None or name not in self._cast:
             return "values are converted only with `cast`"
-        if not can_cast(self._saved_tensor(name)[1].dtype, local.dtype):
+        if not can_cast(self._saved_tensor(name)[1].dtype, dtype):
             return "`cast` converts only between floating dtypes, or without loss"
         return None
 

@@ -84,6 +84,13 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
         objects=sorted(
             {name for names in provided for name in names.saved.objects if name in names.all_names}
         ),
+        versions={
+            name: entry
+            for names in reversed(provided)  # the first source of a name counts
+            for name, entry in names.saved.versions.items()
+            if name in names.all_names
+        },
+        models=frozenset().union(*(names.saved.models for names in provided)),
         origins=origins,
         name_problems=tuple(_find_name_problems(views)),
         left_out=tuple(sorted(name for view in views for name in _find_left_out(view, leaves))),

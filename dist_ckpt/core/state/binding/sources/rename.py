@@ -9,12 +9,15 @@ class of optimizer whose state has other keys see `core/state/optimizer_state.py
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 from operator import eq
 from typing import Protocol
 
+from dist_ckpt.core.format.index.index import ListedVersions
+from dist_ckpt.core.format.strict_json import Json
 from dist_ckpt.core.planning.name_selection import names_above
 from dist_ckpt.core.state.binding.sources.derived_tensors import OperationRule, operation_from_json
 from dist_ckpt.core.state.binding.sources.name_patterns import NamePattern, NameTemplate, is_star
@@ -232,6 +235,36 @@ def _parse_rule(pattern: object, replacement: object) -> _Rule:
     if unknown := [name for name in new.wildcards if name not in names]:
         raise ValueError(f"{label}: the saved name has no {{{unknown[0]}}}: add it there")
     return _Rule(parsed, new)
+
+
+# --- modules ---------------------------------------------------------------------------------
+
+
+def rename_modules(
+    versions: Mapping[str, ListedVersions], renamed: Mapping[str, str | None]
+) -> tuple[dict[str, str], dict[str, Json]]:
+    """Return the new names of models, and the listed entries of modules by their new names.
+
+    `renamed` has the new name of each saved name. A module moves with a name below it.
+    """
+    order = sorted(renamed)
+
+    def move(module: str) -> str:
+        start = f"{module}." if module else ""
+        for name in islice(order, bisect_left(order, start), None):
+            if not name.startswith(start):
+                break
+            new, end = renamed[name], name[len(start) :]
+            if new == end or (new is not None and new.endswith(f".{end}")):
+                return new[: -len(end) - 1] if new != end else ""
+        return module
+
+    entries = (
+        (child_name(model, path) if path else model, entry)
+        for model, listed in versions.items()
+        for path, entry in listed.items()
+    )
+    return {model: move(model) for model in versions}, {move(m): entry for m, entry in entries}
 
 
 # --- suggested rules -------------------------------------------------------------------------

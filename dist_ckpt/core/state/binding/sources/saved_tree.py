@@ -10,6 +10,8 @@ from functools import cache
 
 from dist_ckpt.core.format.index.index import Catalog, Key, Node, TensorRecord
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
+from dist_ckpt.core.format.strict_json import Json
+from dist_ckpt.core.planning.module_versions import decode_metadata, default_entry, modules_above
 from dist_ckpt.core.planning.name_selection import Selection, names_above
 from dist_ckpt.core.planning.tensor_operations import DerivedTensor
 from dist_ckpt.core.state.binding.sources.derived_tensors import (
@@ -17,7 +19,7 @@ from dist_ckpt.core.state.binding.sources.derived_tensors import (
     SavedStates,
     derive_tensors,
 )
-from dist_ckpt.core.state.binding.sources.rename import RenameRules, parse_rename
+from dist_ckpt.core.state.binding.sources.rename import RenameRules, parse_rename, rename_modules
 from dist_ckpt.core.state.tree.containers import (
     MAX_DEPTH,
     RECORD,
@@ -130,6 +132,8 @@ class SavedTree:
       are made of tensors of the catalog, which does not have them.
     - `equal`: names with one value that several saved values must agree on, with their names in the
       catalog.
+    - `versions`: the listed entries of modules (`planning/module_versions.py`), by their names.
+      `models` are the modules and state dicts whose versions were saved.
 
     Only for several checkpoints, `origins`. The catalog then has names of `with_source`:
 
@@ -149,6 +153,8 @@ class SavedTree:
     dropped: tuple[str, ...]
     problems: tuple[str, ...]
     order: Sequence[str] = field(default=())
+    versions: Mapping[str, Json] = field(default_factory=dict)
+    models: frozenset[str] = frozenset()
     origins: Sequence[SourceCatalog] = ()
     name_problems: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -258,6 +264,31 @@ class SavedTree:
                 result[key] = values[key]
         return result
 
+    def module_metadata(self, name: str) -> dict[str, Json] | None:
+        """Return torch's metadata of a saved module, {} if it had none; None if it is unknown.
+
+        It is unknown in checkpoints from before 2026-12, and in those that DCP has written.
+        """
+        if self.catalog_of(name).versions is None:
+            return None
+        if name in self.versions:
+            return decode_metadata(self.versions[name])
+        is_module = not self.models.isdisjoint((*names_above(name), ""))
+        return decode_metadata(default_entry(has_names=is_module and self.contains(name)))
+
+    def model_metadata(self, model: str) -> dict[str, dict[str, Json]]:
+        """Return torch's metadata of all saved modules of a model, by their paths in it."""
+        start = len(model) + 1 if model else 0
+        names = [name[start:] for name in self.below(model)]
+        listed = [n[start:] for n in self.versions if not model or n.startswith(f"{model}.")]
+        metadata: dict[str, dict[str, Json]] = {}
+        for path in sorted({"", *modules_above(names), *listed}):
+            full = child_name(model, path) if path else model
+            # Skip the containers inside of a model, such as an extra state.
+            if (of := self.module_metadata(full)) and not (path and full in self.kinds):
+                metadata[path] = of
+        return metadata
+
     def below(self, name: str) -> Iterator[str]:
         """Yield the leaves below a name, sorted."""
         return _names_below(name, self.order)
@@ -365,6 +396,7 @@ def build_saved_tree(
         if name in leaves and name not in params
     )
     numpy = set(main.numpy)
+    models, versions = rename_modules(catalog.versions or {}, renamed if rename else {})
     return SavedTree(
         catalog=catalog,
         leaves=leaves,
@@ -382,6 +414,8 @@ def build_saved_tree(
         ),
         derived={_DERIVED + name: tensor for name, tensor in made.tensors.items()},
         equal=made.equal,
+        versions=versions,
+        models=frozenset(models.values()),
     )
 
 

@@ -1,0 +1,409 @@
+"""Classes with a `_version` load as by torch: what they convert, and what they leave."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+import dist_ckpt as dc
+from dist_ckpt.core.planning.save import inventories
+from dist_ckpt.interop import imports
+from dist_ckpt.interop.torch_save.export import export_file
+
+Model = Callable[[], Any]
+
+
+class First(nn.Module):
+    """The first version of a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 3))
+        self.register_buffer("offset", torch.randn(3))
+
+
+class Second(First):
+    """The second version: its weight is stored transposed."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        if metadata.get("version", 0) < 2 and f"{prefix}w" in state:
+            state[f"{prefix}w"] = state[f"{prefix}w"].t().clone()
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+class OtherShape(nn.Module):
+    """A version with another shape, and one more buffer."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(9))
+        self.register_buffer("offset", torch.randn(3))
+        self.register_buffer("scale", torch.ones(2))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state[f"{prefix}w"] = state[f"{prefix}w"].reshape(9)
+            state[f"{prefix}scale"] = torch.full((2,), 7.0)
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+class Root(First):
+    """A root that converts in its own `load_state_dict`."""
+
+    _version = 2
+
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        if state._metadata[""]["version"] < 2:
+            state = OrderedDict(state, w=state["w"].t().clone())
+        return super().load_state_dict(state, strict=strict, assign=assign)
+
+
+class Renamed(nn.Module):
+    """A layer with a hook that renames its old state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.new = nn.Linear(3, 3)
+        self._register_load_state_dict_pre_hook(self._rename)
+
+    def _rename(self, state: Any, prefix: str, *args: Any) -> None:
+        for key in [key for key in state if key.startswith(f"{prefix}old.")]:
+            state[key.replace("old.", "new.")] = state.pop(key)
+
+
+class Old(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.old = nn.Linear(3, 3)
+
+
+class OldBatchNorm(nn.BatchNorm1d):
+    _version = 1
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        del destination[f"{prefix}num_batches_tracked"]
+
+
+class Tied(nn.Module):
+    def __init__(self, cls: Model) -> None:
+        super().__init__()
+        self.a, self.b = cls(), cls()
+        self.b.w = self.a.w
+
+
+class Shared(nn.Module):
+    def __init__(self, cls: Model) -> None:
+        super().__init__()
+        self.a = self.b = cls()
+
+
+class Extra(First):
+    """Extra state beside a hook that needs a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+        self.register_load_state_dict_pre_hook(lambda _, state, prefix, *args: state[f"{prefix}w"])
+
+    def get_extra_state(self) -> Any:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state["count"]
+
+
+def spectral() -> nn.Module:
+    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 3)))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def old_weight_norm() -> nn.Module:
+    return nn.utils.weight_norm(nn.Linear(3, 3))
+
+
+def in_model(cls: Model) -> Model:
+    return lambda: nn.Sequential(cls(), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 3))
+
+
+def with_hook(make: Model) -> Model:
+    def build() -> nn.Module:
+        model: nn.Module = make()
+        model.register_load_state_dict_post_hook(lambda module, keys: None)
+        return model
+
+    return build
+
+
+# What is saved, and what it is loaded into.
+PAIRS: dict[str, tuple[Model, Model]] = {
+    "the same": (in_model(Second), in_model(Second)),
+    "the same, with a hook": (in_model(Second), with_hook(in_model(Second))),
+    "a hook on the layer": (in_model(Second), in_model(with_hook(Second))),
+    "older": (in_model(First), in_model(Second)),
+    "older, with a hook": (in_model(First), with_hook(in_model(Second))),
+    "older, the root itself": (First, Second),
+    "another shape": (in_model(First), in_model(OtherShape)),
+    "a root of the same version": (Root, Root),
+    "a root of an older version": (First, Root),
+    "renamed by a hook": (Old, Renamed),
+    "renamed below": (lambda: nn.ModuleDict({"a": Old()}), lambda: nn.ModuleDict({"a": Renamed()})),
+    "a BatchNorm without a count": (
+        in_model(lambda: OldBatchNorm(3)),
+        in_model(lambda: nn.BatchNorm1d(3)),
+    ),
+    "weight_norm, parametrized": (
+        old_weight_norm,
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)),
+    ),
+    "spectral_norm": (spectral, spectral),
+    "spectral_norm with a hook": (spectral, with_hook(spectral)),
+    "tied": (lambda: Tied(Second), lambda: Tied(Second)),
+    "tied, older": (lambda: Tied(First), lambda: Tied(Second)),
+    "one module twice": (lambda: Shared(First), lambda: Shared(Second)),
+    "extra state beside a hook": (Extra, Extra),
+    "torch's own": (
+        lambda: nn.TransformerEncoderLayer(4, 2, 4),
+        lambda: nn.TransformerEncoderLayer(4, 2, 4),
+    ),
+    "instance norm": (
+        lambda: nn.InstanceNorm1d(3, track_running_stats=True),
+        lambda: nn.InstanceNorm1d(3, track_running_stats=True),
+    ),
+}
+
+
+def assert_equal(left: nn.Module, right: nn.Module) -> None:
+    a, b = left.state_dict(), right.state_dict()
+    assert a.keys() == b.keys()
+    for key in a:
+        is_equal = (
+            torch.equal(a[key], b[key]) if isinstance(a[key], torch.Tensor) else a[key] == b[key]
+        )
+        assert is_equal, key
+
+
+def torch_load(path: Path) -> Any:
+    return torch.load(path)  # noqa: TID251 - the way to compare with
+
+
+def torchs_way(saved: nn.Module, target: nn.Module, folder: Path) -> nn.Module:
+    """Return a copy of the target that has loaded a file of torch.save."""
+    torch.save(saved.state_dict(), folder / "file.pt")  # noqa: TID251 - the way to compare with
+    expected = deepcopy(target)
+    is_meta = any(tensor.is_meta for tensor in (*expected.parameters(), *expected.buffers()))
+    expected.load_state_dict(
+        torch_load(folder / "file.pt"), **({"assign": True} if is_meta else {})
+    )
+    return expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+def test_a_load_equals_torchs_own(pair: str, device: str, tmp_path: Path) -> None:
+    saved, target = (make() for make in PAIRS[pair])
+    if device == "meta" and pair in ("spectral_norm", "spectral_norm with a hook"):
+        pytest.skip("spectral_norm computes a vector")
+    target = target.to(device)
+    expected = torchs_way(saved, target, tmp_path)
+    dc.save({"model": saved}, tmp_path / "step")
+    parameters = [*target.parameters()]
+    report = dc.load({"model": target}, tmp_path / "step")
+    assert_equal(target, expected)
+    assert report.missing == report.unexpected == report.assumed == ()
+    assert device == "meta" or all(map(lambda a, b: a is b, target.parameters(), parameters))
+
+
+@pytest.mark.parametrize("pair", ["the same, with a hook", "older", "another shape", "tied, older"])
+@pytest.mark.parametrize("has_trained", [False, True])
+def test_a_load_that_swaps_parameters_equals_torchs_own(
+    pair: str, has_trained: bool, tmp_path: Path
+) -> None:
+    saved, target = (make() for make in PAIRS[pair])
+    if has_trained:
+        sum(parameter.square().sum() for parameter in target.parameters()).backward()
+    expected = torchs_way(saved, target, tmp_path)
+    dc.save({"model": saved}, tmp_path / "step")
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        dc.load({"model": target}, tmp_path / "step")
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert_equal(target, expected)
+
+
+@pytest.mark.parametrize("cls", [First, Second])
+@pytest.mark.parametrize(
+    "what", ["the module", "its state dict", "bytes", "an export", "an import"]
+)
+def test_a_state_dict_gets_its_versions_back(cls: Model, what: str, tmp_path: Path) -> None:
+    saved = in_model(cls)()
+    expected = torchs_way(saved, in_model(Second)(), tmp_path)
+    step = tmp_path / "step"
+    dc.save({"model": saved.state_dict() if what == "a state dict" else saved}, step)
+    if what == "bytes":
+        state = dc.from_bytes(dc.to_bytes({"model": saved}))
+    elif what == "an export":
+        export_file(step, tmp_path / "model.pt")
+        state = torch_load(tmp_path / "model.pt")
+    else:
+        if what == "an import":
+            imports.from_torch(tmp_path / "file.pt", step := tmp_path / "imported")
+        dc.load(state := {}, step)
+    assert dict(state["model"]._metadata) == dict(saved.state_dict()._metadata)
+    other = in_model(Second)()
+    other.load_state_dict(state["model"])
+    assert_equal(other, expected)
+
+
+@pytest.mark.parametrize("empty", [dict, OrderedDict])
+def test_an_empty_dict_in_the_state_is_filled(empty: Any, tmp_path: Path) -> None:
+    saved = in_model(First)()
+    dc.save({"model": saved, "n": 1}, tmp_path / "step")
+    weights = empty()
+    dc.load(state := {"model": weights, "n": 0}, tmp_path / "step")
+    assert weights.keys() == saved.state_dict().keys()
+    assert state["model"]._metadata["0"] == {"version": 1}
+    assert empty is dict or state["model"] is weights
+
+
+def test_a_live_state_dict_gets_the_versions_of_what_it_loads(tmp_path: Path) -> None:
+    saved, target = in_model(First)(), in_model(Second)()
+    dc.save({"model": saved}, tmp_path / "step")
+    state = {"model": deepcopy(target.state_dict())}
+    dc.load(state, tmp_path / "step", include=["model.0.*"])
+    assert state["model"]._metadata["0"] == {"version": 1}
+    expected = deepcopy(target)
+    expected[0].load_state_dict(saved[0].state_dict())
+    target.load_state_dict(state["model"])
+    assert_equal(target, expected)
+    dc.load(
+        {"model": (live := deepcopy(target.state_dict()))}, tmp_path / "step", include=["model.3.*"]
+    )
+    assert live._metadata["0"] == {"version": 2}
+
+
+def test_a_plain_dict_without_versions_is_converted_as_by_torch(tmp_path: Path) -> None:
+    saved, target = in_model(Second)(), in_model(Second)()
+    expected = deepcopy(target)
+    expected.load_state_dict(plain := dict(saved.state_dict()))
+    dc.save({"model": plain}, tmp_path / "step")
+    dc.load({"model": target}, tmp_path / "step")
+    assert_equal(target, expected)
+    live = {"model": deepcopy(target.state_dict())}
+    dc.load(live, tmp_path / "step")
+    assert live["model"]._metadata == {"2": {"version": 1}}  # without tensors
+
+
+def test_a_root_dict_that_cannot_have_versions_is_said(tmp_path: Path) -> None:
+    dc.save(Second().state_dict(), tmp_path / "step")
+    (assumed,) = dc.load({}, tmp_path / "step").assumed
+    assert "cannot have the saved versions" in assumed
+    state: Any = OrderedDict()
+    assert dc.load(state, tmp_path / "step").assumed == ()
+    assert state._metadata == {"": {"version": 2}}
+
+
+@pytest.mark.parametrize("wrap", [checkpoint_wrapper, lambda m: torch.compile(m, backend="eager")])
+def test_wrappers_do_not_hide_a_version(wrap: Any, tmp_path: Path) -> None:
+    saved, target = in_model(First)(), in_model(Second)()
+    expected = torchs_way(saved, target, tmp_path)
+    saved[0] = wrap(saved[0])
+    dc.save({"model": wrap(saved)}, tmp_path / "step")
+    inner = target[0]
+    target[0] = wrap(inner)
+    dc.load({"model": wrap(target)}, tmp_path / "step")
+    target[0] = inner
+    assert_equal(target, expected)
+
+
+def test_a_missing_name_is_an_error_before_anything_changes(tmp_path: Path) -> None:
+    class More(Second):
+        def __init__(self) -> None:
+            super().__init__()
+            self.more = nn.Parameter(torch.ones(2))
+
+    dc.save({"model": nn.Sequential(First())}, tmp_path / "step")
+    target = nn.Sequential(More())
+    before = deepcopy(target)
+    with pytest.raises(dc.IncompatibleError, match=r"lacks model\.0\.more"):
+        dc.load({"model": target}, tmp_path / "step")
+    assert_equal(target, before)
+    report = dc.load({"model": target}, tmp_path / "step", strict=False)
+    assert report.missing == ("model.0.more",)
+
+
+def test_an_excluded_module_is_not_converted(tmp_path: Path) -> None:
+    dc.save({"model": in_model(First)()}, tmp_path / "step")
+    target = with_hook(in_model(Second))()
+    before = deepcopy(target[0])
+    dc.load({"model": target}, tmp_path / "step", exclude=["model.0"])
+    assert_equal(target[0], before)
+
+
+def test_a_rename_moves_the_versions(tmp_path: Path) -> None:
+    saved, target = in_model(First)(), in_model(Second)()
+    expected = torchs_way(saved, target, tmp_path)
+    dc.save({"net": {"body": saved.state_dict()}}, tmp_path / "step")
+    dc.load({"model": target}, tmp_path / "step", rename={"net.body.*": "model.*"})
+    assert_equal(target, expected)
+    newer = in_model(Second)()
+    dc.save({"old": {"0": newer[0].state_dict()}}, tmp_path / "newer")
+    dc.load({"model": target[:1]}, tmp_path / "newer", rename={"old.*": "model.*"})
+    assert_equal(target[0], newer[0])
+
+
+def test_a_newer_version_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dc.save({"model": (saved := Second())}, tmp_path / "step")
+
+    class Code(Second):
+        _version = 1
+
+    dc.load({"model": (target := Code())}, tmp_path / "step")
+    assert "saved by version 2" in caplog.text
+    assert_equal(target, saved)
+
+
+def test_an_older_checkpoint_counts_as_the_present_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inventories, "merge_module_versions", lambda distinct: None)
+    dc.save({"model": (saved := Second()), "version": "older"}, tmp_path / "step")
+    target = with_hook(Second)()
+    (assumed,) = dc.load({"model": target, "version": ""}, tmp_path / "step").assumed
+    assert "has no versions of modules" in assumed
+    assert_equal(target, saved)
+
+
+def test_an_error_of_a_conversion_names_what_may_have_changed(tmp_path: Path) -> None:
+    class Broken(Second):
+        def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+            raise ValueError("no")
+
+    dc.save({"model": nn.Sequential(First(), nn.Linear(2, 2))}, tmp_path / "step")
+    with pytest.raises(dc.CheckpointError, match="raised ValueError") as caught:
+        dc.load({"model": nn.Sequential(Broken(), nn.Linear(2, 2))}, tmp_path / "step")
+    assert caught.value.touched == ("model.0.offset", "model.0.w")
+
+
+def test_a_rule_that_cuts_a_converted_tensor_is_an_error(tmp_path: Path) -> None:
+    dc.save({"model": nn.Sequential(First())}, tmp_path / "step")
+    target = nn.Sequential(Second())
+    before = deepcopy(target)
+    sharding = dc.ShardingConfig(mesh={"tp": 1}, rules={"*.w": {"tp": 0}})
+    with pytest.raises(dc.IncompatibleError, match="before it is sharded"):
+        dc.load({"model": target}, tmp_path / "step", sharding=sharding)
+    assert_equal(target, before)
