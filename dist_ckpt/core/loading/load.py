@@ -326,9 +326,9 @@ def _open(
         encoded = opened.indexes
     else:  # too long for the answer
         with session.channel.exchange(f"index{suffix}"):
-            own = typed_msgpack.encode(encoded) if checkpoints else None
-            sent = session.collective.broadcast(own)
-            encoded = typed_msgpack.decode(sent, tuple[bytes, ...])
+            payload = typed_msgpack.encode(encoded) if checkpoints else None
+            received = session.collective.broadcast(payload)
+            encoded = typed_msgpack.decode(received, tuple[bytes, ...])
     arguments = arguments.with_paths([path for path, _ in opened.attempts])
     return arguments, decode_sources(opened, checkpoints, encoded, arguments.storages)
 

@@ -168,15 +168,19 @@ def plan_rank_files(plan: SavePlan, rank: int) -> tuple[FilePlan, ...]:
                 entry = fqn, record.dtype, record.shape, cell
                 cells.setdefault(record.component, []).append(entry)
     return tuple(
-        _plan_file(catalog, number, rank, cells[number], is_linkable=number in plan.linkable)
-        for number in sorted(cells)
+        _plan_file(
+            catalog, component, rank, cells[component], is_linkable=component in plan.linkable
+        )
+        for component in sorted(cells)
     )
 
 
 def plan_all_files(catalog: Catalog) -> Iterator[tuple[FilePlan, ...]]:
     """Yield `plan_rank_files` for each rank, without the quadratic cost of separate calls."""
     for rank, cells in enumerate(stored_cells_by_rank(catalog)):
-        yield tuple(_plan_file(catalog, number, rank, cells[number]) for number in sorted(cells))
+        yield tuple(
+            _plan_file(catalog, component, rank, cells[component]) for component in sorted(cells)
+        )
 
 
 # (fqn, dtype, shape of the tensor, cell) of each shard in some files, by component.
@@ -195,12 +199,13 @@ def stored_cells_by_rank(catalog: Catalog) -> Iterator[_StoredCells]:
     stored: dict[int, list[tuple[_FilesKey, int]]] = {}
     for files_key in tensors_by_key:
         layout = catalog.layouts[files_key[1]]
-        for number in range(layout.cut.num_cells):
-            stored.setdefault(layout.holder(number, files_key[2]), []).append((files_key, number))
+        for cell_number in range(layout.cut.num_cells):
+            holder = layout.holder(cell_number, files_key[2])
+            stored.setdefault(holder, []).append((files_key, cell_number))
     for rank in range(catalog.world_size):
         cells: _StoredCells = {}
-        for files_key, number in stored.get(rank, ()):
-            cell = catalog.layouts[files_key[1]].cell(number)
+        for files_key, cell_number in stored.get(rank, ()):
+            cell = catalog.layouts[files_key[1]].cell(cell_number)
             tensors = (
                 (fqn, record.dtype, record.shape, cell) for fqn, record in tensors_by_key[files_key]
             )
@@ -216,10 +221,10 @@ def stored_nbytes(catalog: Catalog) -> dict[tuple[int, int], int]:
         files_key = record.component, record.layout, record.rotation
         itemsizes[files_key] = itemsizes.get(files_key, 0) + count * DTYPES[record.dtype].itemsize
     nbytes: dict[tuple[int, int], int] = {}
-    for (component, number, rotation), itemsize in itemsizes.items():
-        layout = catalog.layouts[number]
-        for cell, numel in enumerate(numels[number]):
-            file = component, layout.holder(cell, rotation)
+    for (component, layout_number, rotation), itemsize in itemsizes.items():
+        layout = catalog.layouts[layout_number]
+        for cell_number, numel in enumerate(numels[layout_number]):
+            file = component, layout.holder(cell_number, rotation)
             nbytes[file] = nbytes.get(file, 0) + numel * itemsize
     return nbytes
 
