@@ -114,8 +114,9 @@ class AsyncSaver:
     `drain_timeout_s`; then they are ended. Without `root` and `job`, the root is the parent folder
     of the first save.
 
-    `when_busy` decides what a `save` does while both arenas are still in use: "wait" for an arena,
-    "skip" this save, or "supersede" the save that no writer has begun (if there is none, wait).
+    `when_busy` applies while both arenas are in use. With "wait" a `save` waits for an arena, and
+    with "skip" it saves nothing. With "supersede" it replaces the save that no writer has begun; if
+    there is none, it waits.
     `max_bytes_per_s` limits each writer.
 
     Collective: every rank of `group` creates a saver with the same `root`, `job` and `when_busy`,

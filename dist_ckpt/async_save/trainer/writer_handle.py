@@ -1,5 +1,6 @@
-"""The writer process of this rank, as its trainer sees it: start it, send saves, get outcomes.
+"""The trainer's handle of its writer process: start it, send saves, get outcomes.
 
+If the writer dies, its saves fail (`_fail_unsettled`), and the next save starts another writer.
 `SaveHandle` is such a save for the user: `AsyncSaver.save` returns it.
 """
 

@@ -246,9 +246,9 @@ class Question(Message, frozen=True):
 
 
 class Sighting(Message, frozen=True):
-    """What a rank has seen of the processes of its machine.
+    """The states of processes of one machine, as a rank there has seen them.
 
-    `count` grows with each look of the rank, whose pid is `witness`.
+    `witness` is the pid of that rank. `count` grows with each look.
     """
 
     witness: _Count

@@ -57,7 +57,7 @@ _INCARNATION = re.compile(r"([1-9][0-9]{0,5})\.json")
 _LIVENESS = re.compile(r"([1-9][0-9]{0,5})\.alive-[0-9a-f]{16}")
 _REQUEST = re.compile(r"(request|answer)-([0-9a-f]{16})\.json")
 _TEMPORARY_RECORD = re.compile(r"\.record-[0-9a-f]{16}\.tmp")
-# Of a run. It alone may be a link to a folder elsewhere.
+# The folder of a step of a run. Only this folder may be a link to a folder elsewhere.
 _STEP_FOLDER = re.compile(r"step-([0-9]{1,19})")
 _NFS_FILE = re.compile(r"\.nfs[0-9A-Fa-f]{8,}")
 _STEM = re.compile(r"[a-z][a-z0-9_]{0,31}")

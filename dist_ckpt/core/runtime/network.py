@@ -32,7 +32,7 @@ ANSWER_S = 0.25
 # A name of a host is looked up again after this time.
 LOOKUP_S = 5.0
 
-# The longest name of a host. Of a longer one, the encoding alone may take minutes.
+# The longest name of a host. To encode a longer one may take minutes.
 MAX_NAME = 253
 
 # A socket that is closed with this option sends a reset, and leaves nothing behind.
@@ -216,8 +216,8 @@ def reachable_host(towards: str = "") -> str:
     `towards` is a host that all of them reach: MASTER_ADDR, as torchrun sets it. The result is the
     address of the interface towards it, or of the usual route if it is unknown here.
 
-    If `towards` is a name with a loopback address here, it is returned itself (Debian's /etc/hosts
-    has 127.0.1.1 for a host's own name): other hosts, if any, get this host's address for it.
+    If `towards` is a name with a loopback address here, the name itself is returned. For example,
+    Debian's /etc/hosts has 127.0.1.1 for the name of the host. Other hosts find this host by it.
     """
     if towards and (address := _address_towards(towards)) is not None:
         return towards if ipaddress.ip_address(address).is_loopback else address

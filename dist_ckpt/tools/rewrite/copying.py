@@ -47,8 +47,8 @@ def copy(
     Every byte is checked. The copy is committed like a save: on return it is durable and complete,
     and it does not exist before. It has the id and the world size of the source. If the folder
     above `target` is a run, the metrics are copied too, but not pins, tags and leases. With `link`,
-    files are hard links where the storage supports them. Of a linked shard file the size and the
-    header are checked, and later damage to it damages both checkpoints. One process calls this.
+    files are hard links where the storage supports them. For a linked shard file, only the size and
+    the header are checked. Later damage to it damages both checkpoints. One process calls this.
 
     `progress` may be called from other threads, one call at a time. Raises NotFoundError if the
     checkpoint does not exist, IncompatibleError for files of another system, ExistsError if

@@ -231,7 +231,7 @@ def remove_if_unprotected(
 
     `remove` begins with the rename. If `remove` raises, the deletion intent is withdrawn only if it
     is certain that nothing was removed, and no call can take effect later. Otherwise the intent
-    stays: nobody protects the checkpoint meanwhile, and a later prune can complete the removal.
+    stays: no process can protect the checkpoint now, and a later prune can complete the removal.
     """
     began = monotonic()
     intent = _put_intent(ref)

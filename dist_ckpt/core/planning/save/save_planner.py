@@ -270,8 +270,8 @@ def find_local_cells(
     """Return the cells of each tensor in a rank's inventory, in the order of its local parts.
 
     Each shard that the rank stores is in exactly one of these cells. A local tensor under a
-    ShardingConfig has the cells that its rank has in the layout of the tensor; without any, it has
-    one empty cell. An alias that the plan stores as a tensor has the cells of its target.
+    ShardingConfig has the cells of this rank in its layout, or one empty cell. An alias that the
+    plan stores as a tensor has the cells of its target.
     """
     catalog = plan.catalog
     cells_by_view: dict[tuple[int, Shape], tuple[Cell, ...]] = {}
