@@ -265,7 +265,7 @@ def list_target(storage: Storage, path: str) -> Sequence[Entry]:
         raise ExistsError(f"{path} is not a folder: choose another path") from None
 
 
-def write_document(storage: Storage, path: str, data: bytes) -> int:
+def write_durable_file(storage: Storage, path: str, data: bytes) -> int:
     """Write a small file, durably; return its size."""
     file = storage.create(path, len(data))
     try:

@@ -28,7 +28,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 
 from dist_ckpt.async_save.snapshots import arena_layout as layout
-from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS, RankFolder, check_file
+from dist_ckpt.async_save.snapshots.job_folder import NUM_ARENAS, RankFolder, check_regular_file
 from dist_ckpt.async_save.snapshots.recovered_snapshots import (
     RecoveredSnapshot,
     SaveIdentity,
@@ -355,7 +355,7 @@ class ArenaPool:
     def _allocate(self, number: int, nbytes: int) -> tuple[str, int]:
         path = self._folder.arena_path(number)
         for replaced in (path, f"{path}.new"):  # by `create_named`
-            check_file(replaced)
+            check_regular_file(replaced)
         has_anonymous = hasattr(os, "memfd_create")
         if self._folder.is_shared_memory or not has_anonymous:
             try:

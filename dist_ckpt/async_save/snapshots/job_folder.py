@@ -95,7 +95,7 @@ def check_job(job: object) -> None:
         )
 
 
-def check_file(path: str) -> None:
+def check_regular_file(path: str) -> None:
     """Raise StorageError if `path` exists and is not a regular file."""
     try:
         mode = os.lstat(path).st_mode
@@ -194,7 +194,7 @@ class RankFolder:
         """
         for _ in range(_LOCK_TRIES):
             self.make()
-            check_file(self.lock_path(role))
+            check_regular_file(self.lock_path(role))
             try:
                 return take(self.lock_path(role))
             except FileNotFoundError:
@@ -247,7 +247,7 @@ class RankFolder:
         """
         fd_path = f"/proc/{os.getpid()}/fd/{fd}"
         path = f"{self.arena_path(number)}.{role}"
-        check_file(path)
+        check_regular_file(path)
         temporary = f"{path}.{secrets.token_hex(8)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:

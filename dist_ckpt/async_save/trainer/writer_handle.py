@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from subprocess import DEVNULL, Popen, TimeoutExpired
 from typing import TypeVar
 
-from dist_ckpt.async_save.snapshots.job_folder import RankFolder, check_file
+from dist_ckpt.async_save.snapshots.job_folder import RankFolder, check_regular_file
 from dist_ckpt.async_save.writer import writer_messages
 from dist_ckpt.core.comm.rank_messages import Failure, build_error
 from dist_ckpt.core.runtime.processes import running_time
@@ -57,7 +57,7 @@ def start_writer(
     Raises the error of the writer: ConflictError if the rank has a living one, ValueError for
     invalid settings. RankError if it does not start.
     """
-    check_file(folder.log_path)
+    check_regular_file(folder.log_path)
     trainer_end, writer_end = socket.socketpair()
     link = writer_messages.Link(trainer_end)
     process: Popen[bytes] | None = None

@@ -40,7 +40,7 @@ from dist_ckpt.tools.new_files import (
     check_no_folder,
     check_outside,
     new_folder,
-    write_document,
+    write_durable_file,
 )
 
 _DATA_FILE = "__0_0.distcp"
@@ -135,7 +135,7 @@ def _write(
             for offsets in (chunk.offsets for chunk in entry.chunks):
                 location = items[MetadataIndex(stored_key, offsets)]
                 metadata.storage_data[MetadataIndex(key, offsets)] = location
-        return data.nbytes + write_document(
+        return data.nbytes + write_durable_file(
             storage, f"{new}/{DCP_METADATA}", pickle.dumps(metadata)
         )
 

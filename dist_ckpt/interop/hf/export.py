@@ -46,7 +46,7 @@ from dist_ckpt.tools.new_files import (
     check_outside,
     list_target,
     new_folder,
-    write_document,
+    write_durable_file,
 )
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def _write(
             _write_file(source, storage, new, file, count_copied)
         nbytes = sum(file.nbytes for file in files)
         if len(files) > 1:
-            nbytes += write_document(storage, f"{new}/{HF_INDEX}", encode_index(files))
+            nbytes += write_durable_file(storage, f"{new}/{HF_INDEX}", encode_index(files))
     return nbytes
 
 

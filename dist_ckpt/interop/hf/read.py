@@ -56,7 +56,7 @@ def open_safetensors(storage: Storage, path: str) -> Storage:
     IncompatibleError for one of several files that have parts of tensors.
     """
     if is_index(path.rpartition("/")[2], SAFETENSORS):
-        state, label = read_index(storage, path), "the safetensors files of an index"
+        state, label = read_weight_index(storage, path), "the safetensors files of an index"
     else:
         state, label = read_file(storage, path), "a safetensors file"
     return build_virtual_checkpoint(storage, path, state, label)
@@ -69,7 +69,7 @@ def open_folder(storage: Storage, path: str, names: Collection[str]) -> Storage 
         return None
     label = "a folder of safetensors files"
     if model.index is not None:
-        state = read_index(storage, f"{path}/{model.index}")
+        state = read_weight_index(storage, f"{path}/{model.index}")
     elif len(model.files) == 1 and not model.is_sharded:
         state = read_file(storage, f"{path}/{model.files[0]}")
         label = "a folder with a safetensors file"
@@ -90,7 +90,7 @@ def read_file(storage: Storage, path: str) -> ForeignState:
     return _build_state(tensors, metadata)
 
 
-def read_index(storage: Storage, path: str) -> ForeignState:
+def read_weight_index(storage: Storage, path: str) -> ForeignState:
     """Return the state in the files that an index names.
 
     NotFoundError names missing files, CorruptError the tensors that no file contains.
