@@ -154,7 +154,7 @@ class LoadReport:
     `sources` lists the checkpoints; `path`, `step` and `attempt` are those of the first. `as_saved`
     is True if no rename has changed saved names. After a load that left something out, pass the
     report to `dc.save(carry_over=...)` to keep it. `assumed` has a text for each assumption, such
-    as the order of a fused tensor that was stored without pieces.
+    as the order of a fused tensor that was stored without pieces, or keys that DCP made text.
     """
 
     path: str

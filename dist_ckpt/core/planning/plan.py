@@ -68,6 +68,7 @@ class Inventory(Message, frozen=True):
     objects: tuple[str, ...] = ()  # fqns of objects whose `state_dict` is saved
     # (model, path of a module, its entry as JSON), as in `Catalog.versions`; None if unknown
     versions: tuple[tuple[str, str, str], ...] | None = None
+    has_text_keys: bool = False  # DCP has flattened the state
 
 
 # --- saving ----------------------------------------------------------------------------------
@@ -86,6 +87,7 @@ class SavePlan:
     numpy: tuple[str, ...]
     linkable: frozenset[int] = frozenset()  # components with files that later saves can link
     objects: tuple[str, ...] = ()
+    has_text_keys: bool = False
 
 
 class BatchPart(NamedTuple):

@@ -150,6 +150,7 @@ def merge_objects_files(
         values={**live.values, **values, **dict(_name_lists(live, source, names))},
         numpy=(*live.numpy, *(fqn for fqn in source.numpy if fqn in names)),
         objects=tuple(dict.fromkeys((*live.objects, *_carried_objects(source, names)))),
+        has_text_keys=live.has_text_keys or source.has_text_keys,
     )
 
 

@@ -270,6 +270,7 @@ def encode_objects_files(
             numpy=plan.numpy,
             metadata=dict(metadata),
             objects=plan.objects,
+            has_text_keys=plan.has_text_keys,
         )
         files[filenames.OBJECTS] = objects_file.encode(main)
         stored = {}

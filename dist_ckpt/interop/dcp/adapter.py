@@ -55,7 +55,12 @@ from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import ConflictError, RankError
-from dist_ckpt.interop.dcp.flat_state_dict import DcpKeys, PlannedReads, read_local_state
+from dist_ckpt.interop.dcp.flat_state_dict import (
+    DcpKeys,
+    PlannedReads,
+    read_local_state,
+    set_under_live_keys,
+)
 from dist_ckpt.interop.imports import StrPath, open_pickled
 from dist_ckpt.interop.readers.nested_state import ImportFilter
 from dist_ckpt.message_text import format_size
@@ -117,7 +122,8 @@ class DcpLoadReport:
     `nbytes_read` bytes of tensors came from storage, `nbytes_received` from other ranks of this
     host. `seconds` has the phases. "open" resolves the path, and "check" opens the files and
     agrees. "read" reads, verifies and fills. "place" converts tensors, and passes values to the
-    planner.
+    planner. `converted_keys` are the names of values that replaced those of the state under keys
+    that are not text, such as integers. DCP itself would add them under text keys.
     """
 
     path: str
@@ -125,6 +131,7 @@ class DcpLoadReport:
     nbytes_read: int
     nbytes_received: int
     seconds: Mapping[str, float]
+    converted_keys: tuple[str, ...] = ()
 
     @property
     def total_s(self) -> float:
@@ -345,17 +352,23 @@ class StorageReader(dcp.StorageReader):
             source = OpenCheckpoint(storage, opened.path, opened.attempt, opened.index)
             reads = PlannedReads(tensors, planner, keys, source)
             nbytes_read, nbytes_received = reads.fill(session, self._phases, shared_read_id)
+        converted: list[str] = []
         with self._phases.phase("place"):
             for item in plan.items:
-                if item.type == LoadItemType.BYTE_IO:
+                if item.type != LoadItemType.BYTE_IO:
+                    continue
+                value = keys.values[item.storage_index.fqn]
+                if set_under_live_keys(planner, item.dest_index.fqn, value):
+                    converted.append(item.dest_index.fqn)
+                else:
                     # A planner accepts a value only pickled, here in memory.
                     data = io.BytesIO()
-                    torch.save(keys.values[item.storage_index.fqn], data)  # noqa: TID251
+                    torch.save(value, data)  # noqa: TID251
                     data.seek(0)
                     planner.load_bytes(item, data)
         path, attempt = os.fspath(_check_path(self.checkpoint_id, "StorageReader")), opened.attempt
         self.report = DcpLoadReport(
-            path, attempt.name, nbytes_read, nbytes_received, self._phases.seconds
+            path, attempt.name, nbytes_read, nbytes_received, self._phases.seconds, tuple(converted)
         )
         self._phases.done(self.report)
         done: Future[None] = Future()

@@ -7,12 +7,20 @@ would give a tensor or value the same name, except for the parameters in an opti
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence, Set
 from contextlib import ExitStack
+from copy import deepcopy
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
 from torch.distributed.checkpoint.metadata import (
     STORAGE_TYPES,
     BytesStorageMetadata,
@@ -270,6 +278,7 @@ def read_local_state(
         tree=build_tree(paths.values()),
         name_lists=(),
         numpy=(),
+        has_text_keys=True,
     )
     return LocalState(inventory, parts, values, {}, ()), sizes
 
@@ -336,6 +345,39 @@ def _find_value(planner: SavePlanner, item: WriteItem) -> object:
     data: Any = planner.resolve_data(item)
     data.seek(0)
     return torch.load(data, weights_only=True)  # noqa: TID251 - the planner has just pickled it
+
+
+def set_under_live_keys(planner: LoadPlanner, fqn: str, value: object) -> bool:
+    """Set a value in the state dict of a load if its path there has keys that are not text.
+
+    DCP's planner knows the path only as text. It would add the value under the key "3", and leave
+    the key 3 of the state dict as it is. Return False if the planner shall set the value.
+    """
+    if not isinstance(planner, DefaultLoadPlanner) or not planner.flatten_state_dict:
+        return False
+    if type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
+        return False
+    *above, last = planner.mappings[fqn]
+    container: Any = planner.original_state_dict
+    is_text = True
+    for text in above:
+        key = _live_key(container, text)
+        is_text = is_text and key is text
+        if isinstance(container, Mapping) and key not in container:
+            return False
+        container = container[key]
+    key = _live_key(container, last)
+    if (is_text and key is last) or not isinstance(container, MutableMapping | list):
+        return False
+    container[key] = deepcopy(value)
+    return True
+
+
+def _live_key(container: object, text: str | int) -> Any:
+    """Return the key of a mapping that DCP has turned into a text; of a list, the number itself."""
+    if not isinstance(container, Mapping) or text in container:
+        return text
+    return {str(key): key for key in container}.get(str(text), text)
 
 
 # --- reads -------------------------------------------------------------------------------------

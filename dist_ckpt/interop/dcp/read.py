@@ -123,6 +123,7 @@ def add_folder(
     # As in DCP, where a state dict that is loaded has the versions of the live modules.
     nested.versions = None
     path = f"{folder}/{DCP_METADATA}"
+    nested.has_text_keys = True
     try:
         data = read_bytes(storage, path, _MAX_METADATA_NBYTES)
     except NotFoundError:

@@ -128,6 +128,7 @@ class NestedState:
         self.per_rank: dict[str, dict[int, object]] = {}
         # The versions of modules (`planning/module_versions.py`). None if no file can have them.
         self.versions: dict[str, ListedVersions] | None = {}
+        self.has_text_keys = False  # DCP flattens nested states
         self._aliases: dict[str, str] = {}
         self._values: dict[str, object] = {}
         self._nodes: list[Node] = []
@@ -259,7 +260,15 @@ class NestedState:
             names.add(fqn)
         tensors = [*self.tensors.values()]
         return ForeignState(
-            tensors, tree, self._values, {}, self._aliases, self.per_rank, valid_step, self.versions
+            tensors,
+            tree,
+            self._values,
+            {},
+            self._aliases,
+            self.per_rank,
+            valid_step,
+            self.versions,
+            self.has_text_keys,
         )
 
     def _reserve(self, path: Path) -> None:

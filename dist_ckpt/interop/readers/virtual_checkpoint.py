@@ -151,7 +151,8 @@ class ForeignState:
 
     `values` are plain data by name. `aliases` maps the other names of a tied tensor to the first.
     `per_rank` has values by name and rank. `metadata` and `step` are those in the files. `versions`
-    are those of modules, as in `Catalog`: None if they are unknown.
+    are those of modules, as in `Catalog`: None if they are unknown. With `has_text_keys`, the files
+    have all keys as text.
     """
 
     tensors: Sequence[ForeignTensor]
@@ -162,6 +163,7 @@ class ForeignState:
     per_rank: Mapping[str, Mapping[int, object]] = field(default_factory=dict)
     step: int | None = None
     versions: Mapping[str, ListedVersions] | None = field(default_factory=dict)
+    has_text_keys: bool = False
 
 
 def build_virtual_checkpoint(
@@ -273,7 +275,12 @@ def _encode_objects(rank: int, state: ForeignState, tree: tuple[Node, ...]) -> d
     """Return the objects files of a rank, by name."""
     documents = {}
     if not rank:
-        main = ObjectsFile(tree, dict(state.values), metadata=dict(state.metadata))
+        main = ObjectsFile(
+            tree,
+            dict(state.values),
+            metadata=dict(state.metadata),
+            has_text_keys=state.has_text_keys,
+        )
         documents[filenames.OBJECTS] = objects_file.encode(main)
     values: dict[str, dict[Key, object]] = {
         fqn: {rank: values[rank]} for fqn, values in state.per_rank.items() if rank in values

@@ -121,6 +121,19 @@ def test_a_file_names_its_objects_and_may_lack_the_field():
             decode(encode_value(doc))
 
 
+def test_a_file_says_if_its_keys_are_those_of_dcp():
+    golden = Path(__file__).parents[2] / "golden" / "objects-of-dcp-1.msgpack"
+    tree = Node("", "dict", ("counts",)), Node("counts", "dict", ("3",))
+    file = ObjectsFile(tree, {"counts.3": 1}, has_text_keys=True)
+    assert encode(file) == golden.read_bytes()
+    assert decode(golden.read_bytes()) == file
+    without = encode(replace(file, has_text_keys=False))
+    assert b"text_keys" not in without
+    assert not decode(without).has_text_keys
+    with pytest.raises(CorruptError):
+        decode(encode_value({**decode_value(golden.read_bytes()), "text_keys": 1}))
+
+
 @given(PLAIN)
 def test_plain_data_comes_back_with_its_types_and_bits(value):
     data = encode_value(value)

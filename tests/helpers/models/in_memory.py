@@ -52,7 +52,9 @@ class InMemory:
         ranks = plan.catalog.values
         main = {fqn: value for fqn, value in values.items() if not ranks[fqn]}
         self._main = objects_file.encode(
-            objects_file.ObjectsFile(plan.tree, {**main, **names}, {}, plan.numpy, {}, plan.objects)
+            objects_file.ObjectsFile(
+                plan.tree, {**main, **names}, {}, plan.numpy, objects=plan.objects
+            )
         )
         self._others = {
             rank: objects_file.encode(
@@ -99,6 +101,10 @@ class InMemory:
     def forget_objects(self) -> None:
         """Leave the objects file without the names of objects, as older ones are."""
         self._main = objects_file.encode(replace(self._decoded(self._main), objects=()))
+
+    def flatten_keys(self) -> None:
+        """Mark all keys as texts that DCP has made of them."""
+        self._main = objects_file.encode(replace(self._decoded(self._main), has_text_keys=True))
 
     def lose_values(self) -> None:
         """Leave the objects files without what the catalog says is in them."""

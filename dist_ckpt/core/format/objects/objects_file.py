@@ -38,7 +38,7 @@ _NUM_LEVELS_AROUND = 5
 # The limit of paths to one container: ranks may cut its name at different dots.
 _MAX_PATHS = 64
 
-_FIELDS = ("format", "tree", "values", "per_rank", "numpy", "metadata", "objects")
+_FIELDS = ("format", "tree", "values", "per_rank", "numpy", "metadata", "objects", "text_keys")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,8 @@ class ObjectsFile:
     """The content of an objects file: plain values, and per-rank values by key, by fqn.
 
     `numpy` lists the tensors that were numpy arrays. `metadata` is the user's. `objects` has the
-    names of objects whose `state_dict` was saved. Files from before 2026-12 have none.
+    names of objects whose `state_dict` was saved. Files from before 2026-12 have none. With
+    `has_text_keys`, DCP has made text of all keys, and "dict" of all mappings.
     """
 
     tree: tuple[Node, ...] = ()
@@ -55,6 +56,7 @@ class ObjectsFile:
     numpy: tuple[str, ...] = ()
     metadata: Mapping[str, object] = field(default_factory=dict)
     objects: tuple[str, ...] = ()
+    has_text_keys: bool = False
 
 
 def encode(file: ObjectsFile) -> bytes:
@@ -72,6 +74,8 @@ def encode(file: ObjectsFile) -> bytes:
     }
     if file.objects:
         doc["objects"] = list(file.objects)
+    if file.has_text_keys:
+        doc["text_keys"] = True
     data = encode_value(doc, "objects", around=_NUM_LEVELS_AROUND)
     if len(data) > MAX_NBYTES:
         raise ValueError(
@@ -114,8 +118,8 @@ def decode(
         raise IncompatibleError(f"{label}: {error}") from error
     check_version(doc, label)
     try:
-        doc = {"objects": [], **mapping(doc, label)}
-        _, tree, values, per_rank, numpy, metadata, objects = fields(doc, _FIELDS, label)
+        doc = {"objects": [], "text_keys": False, **mapping(doc, label)}
+        _, tree, values, per_rank, numpy, metadata, objects, texts = fields(doc, _FIELDS, label)
         return ObjectsFile(
             tree=_decode_tree(tree),
             values=_decode_named(values),
@@ -123,6 +127,7 @@ def decode(
             numpy=tuple(expect(fqn, str) for fqn in expect(numpy, list)),
             metadata=expect(metadata, dict),
             objects=tuple(expect(fqn, str) for fqn in expect(objects, list)),
+            has_text_keys=expect(texts, bool),
         )
     except ValueError as error:
         raise corrupt_error(label, str(error)) from None

@@ -123,6 +123,7 @@ def plan_save(
         numpy=tuple(dict.fromkeys(fqn for sent in distinct for fqn in sent.inventory.numpy)),
         linkable=linkable,
         objects=tuple(dict.fromkeys(fqn for sent in distinct for fqn in sent.inventory.objects)),
+        has_text_keys=any(sent.inventory.has_text_keys for sent in distinct),
     )
 
 

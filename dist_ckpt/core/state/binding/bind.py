@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache, partial
 from operator import itemgetter
-from typing import Any, assert_never
+from typing import assert_never
 
 from dist_ckpt.core.format.index.index import Key
 from dist_ckpt.core.planning.module_versions import modules_above, state_dict_metadata
@@ -196,14 +196,24 @@ class Binding:
 
 
 def _list_assumptions(context: BindContext) -> tuple[str, ...]:
-    if not (names := context.targets.unknown_pieces):
-        return ()
-    text = (
-        f"{listed(names)}: stored in parts without pieces, and taken as whole fused tensors. "
-        "If a plain rule saved each rank's pieces, load with that rule on the number of ranks that "
-        "saved, then save with pieces"
-    )
-    return (text,)
+    texts: list[str] = []
+    if names := context.targets.unknown_pieces:
+        texts.append(
+            f"{listed(names)}: stored in parts without pieces, and taken as whole fused tensors. "
+            "If a plain rule saved each rank's pieces, load with that rule on the number of ranks "
+            "that saved, then save with pieces"
+        )
+    if context.converted_keys:
+        texts.append(
+            f"{listed([*context.converted_keys])}: saved with text keys, which DCP makes of all "
+            "keys, and loaded with the keys of the state"
+        )
+    if context.unknown_keys:
+        texts.append(
+            f"{listed([*context.unknown_keys])}: loaded with text keys such as '3', as DCP stores "
+            "all keys. If they were integers, load into a dict that has these integers as keys"
+        )
+    return tuple(texts)
 
 
 def _missing_problem(
@@ -370,37 +380,37 @@ def _bind_tensor(context: BindContext, name: str, leaf: TensorLeaf) -> Value | N
 
 
 def _bind_plain(context: BindContext, name: str, live: object) -> Value | None:
-    if live is None or (isinstance(live, Mapping) and not live):
-        saved = None if context.is_missing(name) else context.request_subtree(name)
-        return None if saved is None else partial(fill_empty, live, saved)
-    if isinstance(live, list | tuple | deque) and not live and context.is_plain(name):
-        return _bind_empty_list(context, name, live)
-    if context.is_selected(name):
-        if (value := context.request_value(name)) is not None:
-            return value
-    elif not context.selected_leaves(name):
+    is_list = isinstance(live, list | tuple | deque) and context.is_plain(name)
+    if live is None or (not live and (is_list or isinstance(live, Mapping))):
+        return _bind_empty(context, name, live)
+    if not context.selected_leaves(name) and not context.is_selected(name):
         return None
+    if context.is_selected(name) and (value := context.request_value(name)) is not None:
+        return value
     entries = container_entries(live)
-    if entries is None or not context.is_container(name):
+    if not context.is_container(name) or (entries is None and not isinstance(live, Mapping)):
         context.report_mismatch(name, "a value without tensors")
         return None
+    if entries is None:  # a Counter, which DCP takes apart
+        return context.request_subtree(name, PlainLeaf(live))
     children = {key: PlainLeaf(item) for key, item in entries.items()}
     return _bind_branch(context, name, Branch(container_kind(live) or "dict", live, children))
 
 
-def _bind_empty_list(
-    context: BindContext, name: str, live: list[Any] | tuple[Any, ...] | deque[Any]
-) -> Value | None:
-    """Bind an empty list, which takes what was saved, unless a container of another class was."""
-    is_list = context.saved.kinds.get(name) in ("list", "tuple") and not isinstance(live, deque)
-    if not is_list and context.is_container(name):
-        if context.selected_leaves(name):
-            context.report_mismatch(name, f"an empty {type(live).__name__}")
+def _bind_empty(context: BindContext, name: str, live: object) -> Value | None:
+    """Bind None or an empty container: it takes what was saved, but a list takes no mapping."""
+    if context.is_missing(name):
         return None
-    if (saved := context.request_subtree(name)) is None:
-        return None
-    context.check_objects(name, f"give {name!r} a list of these objects, or exclude it")
-    return partial(fill_empty, live, saved)
+    if isinstance(live, list | tuple | deque):
+        kind = "" if isinstance(live, deque) else context.saved.kinds.get(name, "")
+        if context.is_container(name) and kind not in ("list", "tuple"):
+            if context.selected_leaves(name):
+                context.report_mismatch(name, f"an empty {type(live).__name__}")
+            return None
+    saved = context.request_subtree(name, PlainLeaf(live))
+    if isinstance(live, list | tuple | deque):
+        context.check_objects(name, f"give {name!r} a list of these objects, or exclude it")
+    return None if saved is None else partial(fill_empty, live, saved)
 
 
 def _bind_per_rank(

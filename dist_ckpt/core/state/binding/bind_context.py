@@ -6,8 +6,16 @@ returns the new value of the name.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    MutableSequence,
+    Sequence,
+)
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +23,7 @@ from typing import Any
 
 from dist_ckpt.core.format.index.index import Key
 from dist_ckpt.core.planning.name_selection import Selection
+from dist_ckpt.core.state.binding.live_keys import is_integer_text, match_keys, with_live_class
 from dist_ckpt.core.state.binding.new_subclasses import new_subclass_tensor
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, format_mesh
 from dist_ckpt.core.state.binding.targets import FillTargets, PlacementHint
@@ -75,12 +84,13 @@ class NewContainer:
     kind: str
     items: Mapping[PathKey, Value]
     metadata: Mapping[str, Mapping[str, object]] | None = None
+    like: object = None
 
     def __call__(self) -> object:
-        """Return the new container."""
+        """Return the new container, of the class of `like` if its own class is unknown."""
         items = ((key, item()) for key, item in self.items.items())
         if self.metadata is None:
-            return create_container(self.kind, items)
+            return with_live_class(create_container(self.kind, items), self.like)
         container = create_container("OrderedDict", items)
         set_metadata(container, self.metadata)
         return container
@@ -172,6 +182,10 @@ class BindContext:
         self.conversions: list[tuple[str, Callable[[], None]]] = []
         self.object_loads: list[tuple[str, Callable[[], None]]] = []
         self.inner_loads: dict[int, Callable[[], None]] = {}
+        # The containers whose saved text keys became the keys of the state, and those for which the
+        # state has no keys.
+        self.converted_keys: dict[str, None] = {}
+        self.unknown_keys: dict[str, None] = {}
         # The saved objects for which the state has an object, or a dict that takes their state.
         self.live_objects: set[str] = set()
         self.generators: list[tuple[str, RNG, Value]] = []
@@ -309,13 +323,26 @@ class BindContext:
         if {*map(type, keys), *(type(key) for key, _ in entries)} <= {str}:
             return
         saved = {str(key): key for key, _ in entries}
+        texts = [*saved.values()] if self.saved.has_text_keys else []
+        matched = self.match_keys(name, texts, keys)
         for key in keys:
             other = saved.get(str(key), key)
+            other = matched.get(other, other)
             if type(other) is not type(key) and self.is_selected(child_name(name, key)):
                 self.problems.append(
                     f"{child_name(name, key)}: saved under the key {other!r}, the state has "
                     f"{key!r}: use the same class of key"
                 )
+
+    def match_keys(
+        self, name: str, saved: Sequence[PathKey], live: Collection[object]
+    ) -> Mapping[PathKey, PathKey]:
+        """Return the key of the state for each saved text key that another key became in DCP."""
+        if matched := match_keys(saved, live):
+            self.converted_keys[name] = None
+        elif self.saved.has_text_keys and not live and any(map(is_integer_text, saved)):
+            self.unknown_keys[name] = None
+        return matched
 
     def saved_length(self, name: str) -> int | None:
         """Return the number of items of a saved list or tuple; None for anything else."""
@@ -504,18 +531,30 @@ class BindContext:
             constants = {key: FixedValue(v) for key, v in (container_entries(whole) or {}).items()}
             kind = kind or container_kind(whole) or "dict"
             metadata = self.saved.model_metadata(name) if name in self.saved.models else None
-            return NewContainer(kind, {**constants, **items}, metadata)
+            like = self._class_like(tree)
+            return NewContainer(kind, {**constants, **items}, metadata, like)
         is_empty = not self.saved.children(name)
         if leaf is None and kind is not None and is_empty and self.is_selected(name):
             return NewContainer(kind, {})
         return leaf
 
+    def _class_like(self, tree: Tree | None) -> object:
+        """Return the live container whose class a new one gets, as DCP does not store classes."""
+        live = _live_value(tree)
+        # `dc.save` stores the class of a container, and no Counter as one.
+        return live if self.saved.has_text_keys or type(live) is Counter else None
+
     def _saved_children(
         self, name: str, tree: Tree | None
     ) -> Iterator[tuple[PathKey, str, Tree | None]]:
         """Yield the key and name of each saved child, and the live value of that key."""
-        live = _live_children(tree)
-        for key, child in self.saved.children(name):
+        live, saved = _live_children(tree), self.saved.children(name)
+        matched = self.match_keys(name, [key for key, _ in saved], live)
+        children = [(matched.get(key, key), child) for key, child in saved]
+        if self.saved.has_text_keys:  # a folder of DCP has the values before the tensors
+            order = {key: number for number, key in enumerate(live)}
+            children.sort(key=lambda child: order.get(child[0], len(order)))
+        for key, child in children:
             yield key, child, live.get(key)
 
     def _objects_in_value(
@@ -579,7 +618,19 @@ def _live_children(tree: Tree | None) -> Mapping[PathKey, Tree]:
     """Return the children of a tree, also those of a container without tensors."""
     if not isinstance(tree, PlainLeaf):
         return children_of(tree)
-    return {key: PlainLeaf(value) for key, value in (container_entries(tree.value) or {}).items()}
+    live = tree.value
+    entries = live if isinstance(live, Mapping) else container_entries(live) or {}
+    return {key: PlainLeaf(value) for key, value in entries.items()}
+
+
+def _live_value(tree: Tree | None) -> object:
+    """Return the container of the user that a tree was read from; None for anything else."""
+    match tree:
+        case PlainLeaf():
+            return tree.value
+        case Branch():
+            return tree.live
+    return None
 
 
 def _has_entries(tree: Tree | None) -> bool:

@@ -434,7 +434,9 @@ def _bind_state(
     owner = hint.rule_name, tuple(parameter.shape)
     live = state_branch(optimizer.state.get(parameter, {}), fqn, owner).children
     context.split_value(fqn)
-    saved = context.children(fqn)
+    children = context.children(fqn)
+    matched: Mapping[PathKey, PathKey] = context.match_keys(fqn, [k for k, _ in children], live)
+    saved = [(matched.get(key, key), name) for key, name in children]
     values: dict[PathKey, Value] = {}
     for key, name in saved:
         if context.selected_leaves(name) and (

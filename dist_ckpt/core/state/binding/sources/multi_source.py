@@ -91,6 +91,7 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
             if name in names.all_names
         },
         models=frozenset().union(*(names.saved.models for names in provided)),
+        has_text_keys=any(view.saved.has_text_keys for view in views),
         origins=origins,
         name_problems=tuple(_find_name_problems(views)),
         left_out=tuple(sorted(name for view in views for name in _find_left_out(view, leaves))),

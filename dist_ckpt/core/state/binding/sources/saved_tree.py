@@ -134,6 +134,7 @@ class SavedTree:
       catalog.
     - `versions`: the listed entries of modules (`planning/module_versions.py`), by their names.
       `models` are the modules and state dicts whose versions were saved.
+    - `has_text_keys`: True if DCP has made text of all keys, and "dict" of all mappings.
 
     Only for several checkpoints, `origins`. The catalog then has names of `with_source`:
 
@@ -162,6 +163,7 @@ class SavedTree:
     objects: Sequence[str] = ()
     derived: Mapping[str, DerivedTensor] = field(default_factory=dict)
     equal: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    has_text_keys: bool = False
 
     @property
     def derived_names(self) -> tuple[str, ...]:
@@ -416,6 +418,7 @@ def build_saved_tree(
         equal=made.equal,
         versions=versions,
         models=frozenset(models.values()),
+        has_text_keys=main.has_text_keys,
     )
 
 
