@@ -25,16 +25,7 @@ from dist_ckpt.core.planning.name_selection import Selection
 from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.runtime.processes import paused_collector
 from dist_ckpt.core.shard_io.memory.cell_memory import Target
-from dist_ckpt.core.state.binding.bind_context import (
-    BindContext,
-    FixedValue,
-    Loadable,
-    NewContainer,
-    Value,
-    fill_container,
-    fill_empty,
-    set_metadata,
-)
+from dist_ckpt.core.state.binding.bind_context import BindContext, Loadable
 from dist_ckpt.core.state.binding.bind_modules import bind_module
 from dist_ckpt.core.state.binding.bind_optimizers import bind_optimizer
 from dist_ckpt.core.state.binding.conversions import is_in
@@ -42,6 +33,14 @@ from dist_ckpt.core.state.binding.sources.rename import suggest_rules
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, build_saved_tree
 from dist_ckpt.core.state.binding.targets import PlacementHint
 from dist_ckpt.core.state.binding.template import Template, read_template
+from dist_ckpt.core.state.binding.values import (
+    FixedValue,
+    NewContainer,
+    Value,
+    fill_container,
+    fill_empty,
+    set_metadata,
+)
 from dist_ckpt.core.state.tree.containers import (
     child_name,
     container_entries,

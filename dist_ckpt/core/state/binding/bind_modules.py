@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from dist_ckpt.core.planning.module_versions import modules_above
-from dist_ckpt.core.state.binding.bind_context import BindContext, Value
+from dist_ckpt.core.state.binding.bind_context import BindContext
 from dist_ckpt.core.state.binding.conversions import ConversionDecision, decide_conversion, is_in
+from dist_ckpt.core.state.binding.values import Value
 from dist_ckpt.core.state.module_tensors import Converter, ModulePart, ModuleState, Rehearsal
 from dist_ckpt.core.state.tensors.local_tensors import PLAIN, dtype_name, torch_dtype
 from dist_ckpt.core.state.tensors.locate_tensor import is_meta

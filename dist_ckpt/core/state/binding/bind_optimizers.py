@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 
-from dist_ckpt.core.state.binding.bind_context import BindContext, FixedValue, NewContainer, Value
+from dist_ckpt.core.state.binding.bind_context import BindContext
 from dist_ckpt.core.state.binding.new_subclasses import subclass_types
 from dist_ckpt.core.state.binding.targets import PlacementHint
+from dist_ckpt.core.state.binding.values import FixedValue, NewContainer, Value
 from dist_ckpt.core.state.fsdp1.fsdp1_optimizers import FlatOptimizer
 from dist_ckpt.core.state.named_optimizers import (
     LOCAL_KEYS,
