@@ -120,9 +120,9 @@ class AsyncSaver:
     `max_bytes_per_s` limits each writer.
 
     Collective: every rank of `group` creates a saver with the same `root`, `job` and `when_busy`,
-    and calls `save` and `restore` alike. Use a saver in one thread at a time, in the process that
-    created it. Without `close` the saver ends with its last reference: staged saves are still
-    written, but a failure is only logged.
+    and makes the same calls of `save` and `restore`. Use a saver in one thread at a time, in the
+    process that created it. Without `close` the saver ends with its last reference: staged saves
+    are still written, but a failure is only logged.
     """
 
     @refuse_old_parameters(settle_s="drain_timeout_s")

@@ -82,7 +82,7 @@ def restore_together(
                 report = load_together(session, state, save.path, options, memory=source)
                 return save.id, report
             except (errors.CorruptError, errors.NotFoundError) as error:
-                # All ranks get the same error, so that all continue alike.
+                # All ranks get the same error, so that all continue in the same way.
                 if not source.is_only_copy and isinstance(error, errors.CorruptError):
                     raise  # the load has tried the storage too: it is damaged there
                 _log.warning("%s is not restored from memory: %s", save.path, error)

@@ -47,10 +47,10 @@ class Checkpointer:
 
     A step is a completed optimizer step. Its checkpoint is `root/step-00000500`. `state` is a state
     as for `dc.save`, or a function without arguments that returns it. Every rank of `group` creates
-    a checkpointer with the same options, and calls `restore`, `step`, `poll`, `save` and `steps`
-    alike. `on_signal` needs the main thread; in another thread the default `save` logs that, and
-    does without. A process can have one open checkpointer: in a notebook, `dc.close_all()` closes
-    one whose name is lost. With `root=None` nothing is saved.
+    a checkpointer with the same options, and makes the same calls of `restore`, `step`, `poll`,
+    `save` and `steps`. `on_signal` needs the main thread; in another thread the default `save` logs
+    that, and does without. A process can have one open checkpointer: in a notebook,
+    `dc.close_all()` closes one whose name is lost. With `root=None` nothing is saved.
 
     `save` is the save policy. Its minutes are counted by rank 0's clock; a signal may come to any
     rank. Saves by time, by a signal or by a request happen at a boundary, a call of `step` or
@@ -177,7 +177,7 @@ class Checkpointer:
         return step
 
     def step(self, step: int, state: StateOrMaker | None = None) -> None:
-        """Count a completed optimizer step, and save if a save is due. Every rank calls it alike.
+        """Count a completed optimizer step, and save if a save is due. Every rank makes this call.
 
         Steps must increase, and may skip numbers. `state` is by default the state of `restore`. The
         call takes a few microseconds if no save is due, else as long as `dc.AsyncSaver.save`.
@@ -211,7 +211,7 @@ class Checkpointer:
             self._arrive(run, "poll", self._step)
 
     def save(self, step: int, state: StateOrMaker | None = None) -> None:
-        """Save a step, even if no save is due. Every rank calls it alike.
+        """Save a step, even if no save is due. Every rank makes this call.
 
         `step` is the last step or a newer one. A step that the policy has saved is not saved again.
         Raises ValueError if this method has already saved the step.
@@ -259,7 +259,7 @@ class Checkpointer:
 
     @property
     def should_stop(self) -> bool:
-        """True if the run must end now. It changes only at boundaries, on all ranks alike."""
+        """True if the run must end now. It changes at the same boundary on all ranks."""
         return self.stopped is not None
 
     def steps(self, state: StateOrMaker, *, until: int) -> Iterator[int]:

@@ -53,7 +53,7 @@ DURABLE, STAGED, FAILED, TOO_LATE = "durable", "staged", "failed", "failed in th
 
 @dataclass
 class RunSaves:
-    """One rank's side of the saves. All ranks call each method alike, and decide alike.
+    """One rank's side of the saves. All ranks make the same calls and decisions.
 
     `last` is the last step that was restored, or whose save has begun. `in_memory_only`: the step
     was restored from memory, and no save has begun since. `num_begun` counts the saves of this
@@ -222,7 +222,7 @@ class TrainingStopped:
 
 @dataclass
 class RunSession:
-    """One rank's side of a run. It has `saves` after its restore. All ranks call methods alike."""
+    """One rank's side of a run. It has `saves` after its restore. All ranks make the same calls."""
 
     session: Session
     root: str

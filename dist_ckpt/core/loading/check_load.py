@@ -345,8 +345,8 @@ def plan_and_open(
 ) -> OpenFiles:
     """Plan the reads, and open the files, which `stack` closes. Raises the errors of `open_files`.
 
-    The files of the second checkpoint are numbered after those of the first, and so on, alike on
-    all ranks. Their tensors have the names that `saved` uses.
+    The files of the second checkpoint are numbered after those of the first, and so on. So the
+    numbers are equal on all ranks. The tensors have the names that `saved` uses.
     """
     all_plans: dict[int, tuple[ReadItem, ...]] = {}
     all_files: dict[int, OpenFile] = {}

@@ -41,7 +41,7 @@ class LoadProposal(Message, frozen=True):
 
     `path` has all paths if there are several. `sources` has the key and the path of each source, in
     order. `keys` has the names and keys of `PerRank` values in this rank's template.
-    `connection_generation` numbers the bulk connections.
+    `connection_generation` is the `Collective.generation` of this rank.
     """
 
     path: str | tuple[str, ...]

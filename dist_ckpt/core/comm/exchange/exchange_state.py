@@ -41,6 +41,9 @@ _log = logging.getLogger("dist_ckpt")
 
 T = TypeVar("T")
 
+# A rank sends this many heartbeats in one timeout.
+HEARTBEATS_PER_TIMEOUT = 5
+
 STALE = (
     "the job's key-value store holds messages of another job or of an earlier start of this one. "
     "Give every start a store of its own (torchrun does), and restart the job"
@@ -76,7 +79,7 @@ class ExchangeState:
         self.client = StoreClientThread(
             store,
             self.heartbeat,
-            period_s=settings.heartbeat_timeout_s / 5,
+            period_s=settings.heartbeat_timeout_s / HEARTBEATS_PER_TIMEOUT,
             stall_timeout_s=settings.heartbeat_timeout_s,
             texts=texts,
             after_beat=self._witness,
@@ -175,8 +178,8 @@ class ExchangeState:
                 failures[rank] = Failure("RankError", message, rank, self.phase)
             elif (lateness := self.detector.find_lateness(rank)) and self.detector.log_once(rank):
                 name = self.detector.describe_ranks([rank])
-                where, limit_s = self._location_text(), self.settings.late_timeout_s
-                _log.warning("%s %s (%s); the limit is %g s", name, lateness, where, limit_s)
+                location, limit_s = self._location_text(), self.settings.late_timeout_s
+                _log.warning("%s %s (%s); the limit is %g s", name, lateness, location, limit_s)
         return failures
 
     def _location_text(self) -> str:

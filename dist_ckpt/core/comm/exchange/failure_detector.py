@@ -40,6 +40,9 @@ MAX_POLLS_PER_S = 20_000
 LOOK_AFTER = 0.5
 PROBE_AFTER = 0.75
 
+# A waiting rank reads the heartbeats at least this often in one timeout.
+READS_PER_TIMEOUT = 10
+
 # One read of the heartbeats counts at most this share of the timeout as silence.
 MAX_COUNTED = 0.25
 
@@ -54,7 +57,7 @@ class PollInterval:
         self._max_pause_s = max(0.02, world_size / MAX_POLLS_PER_S)
         self._min_pause_s = max(0.0003, self._max_pause_s / 100)
         joining_s = min(settings.join_warning_s / 2, settings.join_timeout_s / 4)
-        self._look_s = min(1.0, settings.heartbeat_timeout_s / 10, joining_s)
+        self._look_s = min(1.0, settings.heartbeat_timeout_s / READS_PER_TIMEOUT, joining_s)
         self._began_at = running_time()
         self._next_read_at = self._began_at + self._look_s
         self._compare_s, self._next_comparison_at = settings.join_warning_s, settings.join_warning_s
