@@ -151,10 +151,12 @@ class LoadReport:
     of this host, `storage_reads` all other reads. Both include headers and objects files.
     `slowest_rank` took longest to read, check and fill its tensors: `slowest_s` seconds.
 
-    `sources` lists the checkpoints; `path`, `step` and `attempt` are those of the first. `as_saved`
-    is True if no rename has changed saved names. After a load that left something out, pass the
-    report to `dc.save(carry_over=...)` to keep it. `assumed` has a text for each assumption, such
-    as the order of a fused tensor that was stored without pieces, or keys that DCP made text.
+    `dequantized` names are 8-bit weights that were multiplied by their scales: see `dequantize` of
+    `dc.load`. `sources` lists the checkpoints; `path`, `step` and `attempt` are those of the first.
+    `as_saved` is True if no rename has changed saved names, and nothing was dequantized. After a
+    load that left something out, pass the report to `dc.save(carry_over=...)` to keep it. `assumed`
+    has a text for each assumption, such as the order of a fused tensor stored without
+    pieces, or keys that DCP made text.
     """
 
     path: str
@@ -181,6 +183,7 @@ class LoadReport:
     sources: tuple[LoadedSource, ...] = ()
     as_saved: bool = True
     assumed: tuple[str, ...] = ()
+    dequantized: tuple[str, ...] = ()
 
     @property
     def total_s(self) -> float:

@@ -15,6 +15,7 @@ from dist_ckpt.core.checkpoint.renamed_checkpoint import find_unequal
 from dist_ckpt.core.comm.collectives.host_links import HostLinks
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR, fits_exchange
 from dist_ckpt.core.comm.session import Session
+from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.format.index.model_description import find_description_problems
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.loading.load_decisions import (
@@ -34,6 +35,7 @@ from dist_ckpt.core.planning.name_selection import (
     parse_selection,
 )
 from dist_ckpt.core.planning.plan import ReadItem, TensorRequest
+from dist_ckpt.core.planning.weight_scales import QUANTIZATION, parse_blocks
 from dist_ckpt.core.runtime.processes import paused_collector
 from dist_ckpt.core.shard_io.read.open_files import MAX_OPEN, OpenFile, OpenFiles, open_files
 from dist_ckpt.core.shard_io.read.read_grouping import CellTargets
@@ -44,6 +46,7 @@ from dist_ckpt.core.state.binding.bind import (
     build_saved_tree,
     read_template,
 )
+from dist_ckpt.core.state.binding.dequantizer import Casting
 from dist_ckpt.core.state.binding.sources.multi_source import SourceView, merge_sources
 from dist_ckpt.core.state.binding.sources.rename import parse_rename
 from dist_ckpt.core.state.binding.sources.saved_tree import (
@@ -233,7 +236,7 @@ def check_load(
             strict=options.strict,
             selection=selection,
             keys=sources.keys,
-            cast=parse_cast(options.cast),
+            casting=Casting(parse_cast(options.cast), options.dequantize, _stated_blocks(contents)),
         )
         wanted = split_requests(binding.wanted, saved)
         problems = (
@@ -276,6 +279,12 @@ def _find_unequal(
         return
     selected = {name: fqns for name, fqns in saved.equal.items() if name in selection}
     yield from find_unequal(replace(saved, equal=selected), sources.checkpoints)
+
+
+def _stated_blocks(contents: Sequence[_ObjectsReader]) -> list[Shape]:
+    """Return the sizes of blocks of scales that the files of other systems state."""
+    configs = [main.metadata.get(QUANTIZATION) for main, _ in contents]
+    return [block for config in configs for block in parse_blocks(config)]
 
 
 def _find_description_problems(

@@ -58,6 +58,7 @@ def load_bytes(  # noqa: PLR0913 - the options of `dc.load`
     exclude: str | Sequence[str] | None = None,
     rename: RenameRules | None = None,
     cast: Cast = None,
+    dequantize: bool = False,
 ) -> LoadReport:
     """Fill a state from bytes of `dc.to_bytes`, as `dc.load` does.
 
@@ -78,6 +79,7 @@ def load_bytes(  # noqa: PLR0913 - the options of `dc.load`
         exclude=exclude,
         rename=rename,
         cast=cast,
+        dequantize=dequantize,
         read_once="off",
         record_check=False,
     )

@@ -88,6 +88,7 @@ def load(
     check_first: bool = False,
     read_once: ReadOnce = "host",
     cast: Cast = None,
+    dequantize: bool = False,
     config: Mapping[str, object] | None = None,
     kind: str | None = None,
     opener: Opener = NATIVE,
@@ -128,7 +129,10 @@ def load(
     `cast`: True, or patterns of names. These tensors of the state accept conversions between
     floating dtypes, and any other conversion without loss, such as int32 into int64. Values are
     converted block by block. If a finite value becomes infinite, IncompatibleError is raised after
-    the read. New tensors have the saved dtype.
+    the read. New tensors have the saved dtype. An 8-bit weight that has a scale, such as
+    "weight_scale_inv", is not cast without it. With `dequantize` it is multiplied by its scale, in
+    float32, and rounded once to the dtype in the state; a new tensor is float32. Packed weights of
+    4 bits are refused by name.
 
     `config` and `kind` are compared with those of the save before anything is changed.
     IncompatibleError lists each difference, also if the save had none.
@@ -149,6 +153,7 @@ def load(
         include_frozen=include_frozen,
         read_once=read_once,
         cast=cast,
+        dequantize=dequantize,
         config=config,
         kind=kind,
     )
@@ -272,7 +277,9 @@ def _build_report(
         collectives=session.collective_calls,
         storage_reads=reduce(IoCount.plus_all, (storage.reads for storage in arguments.counting)),
         sources=checked.loaded_sources(),
+        dequantized=binding.dequantized,
         as_saved=call.options.rename is None
+        and not binding.dequantized
         and all(use.source.rename is None for use in arguments.source_uses),
         assumed=binding.assumed,
         **structs.asdict(job),

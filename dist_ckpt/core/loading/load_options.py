@@ -38,12 +38,13 @@ class LoadOptions:
     read_once: ReadOnce = "host"
     record_check: bool = True
     cast: Cast = None
+    dequantize: bool = False
 
     def check(self) -> None:
         """Raise TypeError or ValueError for options that are not valid."""
         if self.sharding is not None and not isinstance(self.sharding, ShardingConfig):
             raise TypeError(f"sharding is a {type(self.sharding).__name__}: give a ShardingConfig")
-        for name in ("strict", "verify", "check_first"):
+        for name in ("strict", "verify", "check_first", "dequantize"):
             check_flag(name, getattr(self, name))
         if self.read_once not in get_args(ReadOnce):
             raise ValueError(f'read_once={self.read_once!r}: give "host", "job" or "off"')

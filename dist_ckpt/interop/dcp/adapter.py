@@ -84,6 +84,7 @@ def load(
     include_frozen: bool = True,
     read_once: ReadOnce = "host",
     cast: Cast = None,
+    dequantize: bool = False,
 ) -> LoadReport:
     """Fill a state from a folder that `torch.distributed.checkpoint` wrote, as `dc.load` does.
 
@@ -103,6 +104,7 @@ def load(
         include_frozen=include_frozen,
         read_once=read_once,
         cast=cast,
+        dequantize=dequantize,
         record_check=False,
     )
     needed = ImportFilter(SELECT_ALL, RequiredValues(state, path, options))

@@ -17,8 +17,9 @@ from dist_ckpt.core.format.geometry import Region, Shape, check_tiling
 from dist_ckpt.core.format.index.index import Node
 from dist_ckpt.core.format.index.index_json import MAX_FQN_CHARS
 from dist_ckpt.core.format.strict_json import Json
+from dist_ckpt.core.planning.weight_scales import QUANTIZATION, is_one_byte
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.errors import CorruptError, IncompatibleError, NotFoundError
+from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
 from dist_ckpt.interop.readers.model_files import (
     MAX_INDEX_NBYTES,
     expect_object,
@@ -46,6 +47,14 @@ _DTYPES = {dtype.safetensors: dtype for dtype in DTYPES.values() if dtype.safete
 # Returns the offset of a part by the tensor's name and the shape of the part.
 _FindOffset = Callable[[str, Shape], Shape]
 
+# The files that say how weights are quantized, and where in them.
+_CONFIGS = (
+    ("config.json", "quantization_config"),
+    ("config.json", "compression_config"),
+    ("hf_quant_config.json", "quantization"),
+)
+_MAX_CONFIG_NBYTES = 4 << 20
+
 _MAX_NDIM = 64
 _MAX_NAME_CHARS = MAX_FQN_CHARS - len(f"{MODEL}.")
 
@@ -55,10 +64,12 @@ def open_safetensors(storage: Storage, path: str) -> Storage:
 
     IncompatibleError for one of several files that have parts of tensors.
     """
-    if is_index(path.rpartition("/")[2], SAFETENSORS):
+    folder, _, name = path.rpartition("/")
+    if is_index(name, SAFETENSORS):
         state, label = read_weight_index(storage, path), "the safetensors files of an index"
     else:
         state, label = read_file(storage, path), "a safetensors file"
+    state = _add_quantization(storage, folder, state)
     return build_virtual_checkpoint(storage, path, state, label)
 
 
@@ -75,7 +86,23 @@ def open_folder(storage: Storage, path: str, names: Collection[str]) -> Storage 
         label = "a folder with a safetensors file"
     else:
         state = _read_parts(storage, path, model.files)
+    state = _add_quantization(storage, path, state)
     return build_virtual_checkpoint(storage, path, state, label)
+
+
+def _add_quantization(storage: Storage, folder: str, state: ForeignState) -> ForeignState:
+    """Add what a folder's config.json says of quantization to the metadata, for 8-bit tensors."""
+    if not any(is_one_byte(tensor.dtype) for tensor in state.tensors):
+        return state
+    for file, key in _CONFIGS:
+        try:
+            data = read_bytes(storage, f"{folder}/{file}", _MAX_CONFIG_NBYTES)
+            config = expect_object(strict_json.parse(data, file), file).get(key)
+        except CheckpointError:
+            continue  # such as NaN in it, which other tools write: the shapes of scales may suffice
+        if isinstance(config, dict):
+            return replace(state, metadata={**state.metadata, QUANTIZATION: config})
+    return state
 
 
 def read_file(storage: Storage, path: str) -> ForeignState:

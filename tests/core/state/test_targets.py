@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dist_ckpt.core.state.binding.targets import find_aliased_tensors
+from dist_ckpt.core.shard_io.memory.torch_tensor import find_aliased_tensors
 
 SIZE = 12
 

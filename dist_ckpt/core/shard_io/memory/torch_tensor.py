@@ -9,8 +9,12 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
 from math import inf
+from operator import add, le
 
 import torch
 
@@ -331,3 +335,82 @@ def _is_narrowing(saved: torch.dtype, live: torch.dtype) -> bool:
 
 def _has_overflown(values: torch.Tensor, cast: torch.Tensor) -> bool:
     return bool((cast.isinf() & values.isfinite()).any())
+
+
+# --- tensors that share memory: their values are read into buffers, and then copied ---------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AliasBuffers:
+    """The local parts of a tensor that shares memory, and the host buffers that are read into."""
+
+    name: str
+    parts: tuple[torch.Tensor, ...]
+    buffers: tuple[torch.Tensor, ...]
+
+    def copy_to_parts(self) -> None:
+        """Copy the buffers to the parts, bit by bit."""
+        with torch.no_grad():
+            for part, buffer in zip(self.parts, self.buffers, strict=True):
+                if part.is_conj() or part.is_neg():
+                    part.copy_(buffer)
+                else:
+                    as_words(part).copy_(as_words(buffer))
+
+    def is_in_place(self) -> bool:
+        """Return True if the parts equal the buffers."""
+        return all(
+            torch.equal(as_words(part.resolve_conj().resolve_neg()).cpu(), as_words(buffer))
+            for part, buffer in zip(self.parts, self.buffers, strict=True)
+        )
+
+
+def find_aliased_tensors(tensors: Sequence[Sequence[torch.Tensor]]) -> frozenset[int]:
+    """Return the indices of the tensors, given by their parts, that share or interleave memory."""
+    all_parts = [part for parts in tensors for part in parts]
+    if all(part.is_cpu and part.is_contiguous() for part in all_parts):
+        # A cheap check that is usually sufficient. Without overlap, the sorted ends and starts
+        # alternate: each tensor ends before the next one starts.
+        starts = [part.data_ptr() for part in all_parts]
+        stops = sorted(map(add, starts, [part.nbytes for part in all_parts]))
+        starts.sort()
+        if all(map(le, stops, islice(starts, 1, None))):
+            return frozenset()
+    reaches = sorted(
+        (device, start, stop, number)
+        for number, parts in enumerate(tensors)
+        for device, (start, stop) in _memory_ranges(parts).items()
+    )
+    numbers: set[int] = set()
+    last = ("", 0, 0, -1)  # the range with the highest end so far
+    for reach in reaches:
+        if reach[0] == last[0] and reach[1] < last[2]:
+            numbers |= {reach[3], last[3]}
+        if reach[0] != last[0] or reach[2] > last[2]:
+            last = reach
+    return frozenset(numbers)
+
+
+def overwrites(other: AliasBuffers, buffers: AliasBuffers) -> bool:
+    """Return True if a copy of the other buffers changes what a copy of these has written."""
+    buffers.copy_to_parts()
+    other.copy_to_parts()
+    return not buffers.is_in_place()
+
+
+def _memory_ranges(parts: Sequence[torch.Tensor]) -> dict[str, tuple[int, int]]:
+    reach: dict[str, tuple[int, int]] = {}
+    for part in parts:
+        if numel := part.numel():
+            if not part.is_contiguous():
+                dims = zip(part.shape, part.stride(), strict=True)
+                numel = 1 + sum((size - 1) * stride for size, stride in dims)
+            start = part.data_ptr()
+            stop = start + numel * part.itemsize
+            device = _device_name(part.device)
+            former = reach.get(device, (start, stop))
+            reach[device] = min(start, former[0]), max(stop, former[1])
+    return reach
+
+
+_device_name = lru_cache(maxsize=64)(str)

@@ -29,6 +29,7 @@ from dist_ckpt.core.state.binding.bind_context import BindContext, Loadable
 from dist_ckpt.core.state.binding.bind_modules import bind_module
 from dist_ckpt.core.state.binding.bind_optimizers import bind_optimizer
 from dist_ckpt.core.state.binding.conversions import is_in
+from dist_ckpt.core.state.binding.dequantizer import NO_CASTING, Casting
 from dist_ckpt.core.state.binding.sources.rename import suggest_rules
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, build_saved_tree
 from dist_ckpt.core.state.binding.targets import PlacementHint
@@ -75,15 +76,15 @@ def bind(
     strict: bool,
     selection: Selection | Scopes,
     keys: Mapping[str, Sequence[Key]] | None = None,
-    cast: Selection | None = None,
+    casting: Casting = NO_CASTING,
 ) -> Binding:
     """Decide which memory each saved name fills. Problems are listed in `Binding.problems`.
 
-    `cast` selects the names whose dtype may be converted; None for none. `keys` has the per-rank
+    `casting` says which dtypes may be converted. `keys` has the per-rank
     keys of all ranks, by name; None for a single process. Raises CorruptError if the index
     lists a value that no objects file has.
     """
-    context = BindContext(template, saved, selection, keys, strict=strict, cast=cast)
+    context = BindContext(template, saved, selection, keys, strict=strict, casting=casting)
     context.bind_inner = _bind_inner
     if not saved.problems and (fill_root := _bind_root(context)) is not None:
         context.value_setters.append(fill_root)
@@ -101,6 +102,7 @@ class Binding:
       though it may have other parts of the same saved tensor.
     - `dropped`: names that a policy or a rename left out.
     - `assumed`: texts about what the load assumes, and `warnings`: about what may be wrong.
+    - `dequantized`: names of 8-bit weights that are multiplied by their scales.
     - `pattern_problems`: error texts for patterns that match no name.
     - `makes_memory`: True if `allocate` creates tensors besides those of the state.
     - `assigns_values`, `loads_objects`: True if `assign_values` and `load_objects` have work.
@@ -110,7 +112,7 @@ class Binding:
         self._context = context
         saved = context.saved
         self.missing = tuple(context.missing)
-        self.dropped = tuple(context.dropped)
+        self.dropped = (*context.dropped, *context.targets.dequantizer.dropped)
         self.restored = tuple(context.restored)
         self.warnings = tuple(context.warnings)
         self.resharded = tuple(context.targets.resharded)
@@ -124,7 +126,10 @@ class Binding:
         self.unrequested = context.unrequested()
         self.unrequested_parts = context.unrequested_parts()
         self.pattern_problems = () if saved.problems else context.pattern_problems()
-        self.problems = (*saved.problems, *context.problems)
+        dequantizer = context.targets.dequantizer
+        scale_problems = dequantizer.problems(context.requested, context.missing)
+        self.problems = (*saved.problems, *context.problems, *scale_problems)
+        self.dequantized = tuple(dequantizer.names)
         if saved.problems:
             # With an invalid rename the names are unknown.
             self.unrequested = ()

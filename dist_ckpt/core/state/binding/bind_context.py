@@ -11,6 +11,7 @@ from functools import cache
 
 from dist_ckpt.core.format.index.index import Key
 from dist_ckpt.core.planning.name_selection import Selection
+from dist_ckpt.core.state.binding.dequantizer import Casting
 from dist_ckpt.core.state.binding.live_keys import is_integer_text, match_keys
 from dist_ckpt.core.state.binding.new_subclasses import new_subclass_tensor
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, format_mesh
@@ -74,13 +75,13 @@ class BindContext:
         keys: Mapping[str, Sequence[Key]] | None,
         *,
         strict: bool,
-        cast: Selection | None = None,
+        casting: Casting,
     ) -> None:
         self.strict = strict
         self.template = template
         self.saved = saved
-        self.targets = FillTargets(template, saved, cast)
-        self._cast = cast
+        self.targets = FillTargets(template, saved, casting)
+        self._cast = casting.cast
         self.problems = self.targets.problems
         self.warnings: list[str] = []
         self.assumed: list[str] = []
@@ -134,12 +135,12 @@ class BindContext:
 
     def unrequested(self) -> tuple[str, ...]:
         """Return the saved names that the state does not have, as in the catalog."""
-        derived = self.saved.derived
+        derived, scales = self.saved.derived, self.targets.dequantizer.used_scales
         leaves = [(n, f) for n, f in self.saved.leaves.items() if f not in self.requested]
         unrequested = [f for name, f in leaves if self.is_selected(name)]
-        if not derived:
+        if not (derived or scales):
             return tuple(unrequested)
-        used = {s for f in self.requested if f in derived for s in derived[f].sources}
+        used = {s for f in self.requested if f in derived for s in derived[f].sources} | scales
         sources = (s for f in unrequested for s in (derived[f].sources if f in derived else (f,)))
         return tuple(s for s in dict.fromkeys(sources) if s not in used)
 
@@ -199,6 +200,7 @@ class BindContext:
             return
         for leaf in (name, *self.saved.below(name)):
             self.mark_requested(leaf)
+        kind += self.targets.dequantizer.packed_text(name)
         self.problems.append(
             f"{name}: saved as {kind}{self.saved.source_text(name)}, the state has {wanted}: "
             f"{remedy}, set None there to load the saved value, or exclude the name"
@@ -506,7 +508,7 @@ class BindContext:
     def _request_leaf(
         self, name: str, leaf: Tree | None, hint: PlacementHint | None
     ) -> Value | None:
-        if not self.is_selected(name):
+        if not self.is_selected(name) or self.targets.dequantizer.drops(name):
             return None
         if self.saved.tensor(name) is not None:
             self.restore(name)

@@ -7,18 +7,15 @@ copied. If the copies do not agree on the shared bytes, `finish_tensors` raises 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from itertools import islice
-from operator import add, le
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from dist_ckpt.core.format.geometry import Cell, Region, RegionPiece, Shape
 from dist_ckpt.core.format.index.index import TensorRecord
-from dist_ckpt.core.planning.name_selection import Selection
 from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.planning.tensor_operations import DerivedTensor, SourceBox
 from dist_ckpt.core.planning.tensor_views import (
@@ -28,14 +25,18 @@ from dist_ckpt.core.planning.tensor_views import (
     compute_cells,
     find_pieces_problem,
 )
+from dist_ckpt.core.planning.weight_scales import ScaledWeight
 from dist_ckpt.core.shard_io.memory.cell_memory import BoxTarget, Target
 from dist_ckpt.core.shard_io.memory.torch_tensor import (
+    AliasBuffers,
     CastTarget,
     TensorTarget,
-    as_words,
     can_cast,
+    find_aliased_tensors,
+    overwrites,
     synchronize,
 )
+from dist_ckpt.core.state.binding.dequantizer import NO_CASTING, Casting, Dequantizer, multiply_all
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree
 from dist_ckpt.core.state.binding.template import Template
 from dist_ckpt.core.state.fsdp1.fsdp1_modules import ParameterPart
@@ -53,81 +54,6 @@ from dist_ckpt.core.state.tensors.locate_tensor import (
 from dist_ckpt.core.state.tree.state_tree import TensorLeaf
 from dist_ckpt.errors import CorruptError, IncompatibleError
 from dist_ckpt.message_text import names_around_remedy
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AliasBuffers:
-    """The local parts of a tensor that shares memory, and the host buffers that are read into."""
-
-    name: str
-    parts: tuple[torch.Tensor, ...]
-    buffers: tuple[torch.Tensor, ...]
-
-    def copy_to_parts(self) -> None:
-        """Copy the buffers to the parts, bit by bit."""
-        with torch.no_grad():
-            for part, buffer in zip(self.parts, self.buffers, strict=True):
-                if part.is_conj() or part.is_neg():
-                    part.copy_(buffer)
-                else:
-                    as_words(part).copy_(as_words(buffer))
-
-    def is_in_place(self) -> bool:
-        """Return True if the parts equal the buffers."""
-        return all(
-            torch.equal(as_words(part.resolve_conj().resolve_neg()).cpu(), as_words(buffer))
-            for part, buffer in zip(self.parts, self.buffers, strict=True)
-        )
-
-
-def find_aliased_tensors(tensors: Sequence[Sequence[torch.Tensor]]) -> frozenset[int]:
-    """Return the indices of the tensors, given by their parts, that share or interleave memory."""
-    all_parts = [part for parts in tensors for part in parts]
-    if all(part.is_cpu and part.is_contiguous() for part in all_parts):
-        # A cheap check that is usually sufficient. Without overlap, the sorted ends and starts
-        # alternate: each tensor ends before the next one starts.
-        starts = [part.data_ptr() for part in all_parts]
-        stops = sorted(map(add, starts, [part.nbytes for part in all_parts]))
-        starts.sort()
-        if all(map(le, stops, islice(starts, 1, None))):
-            return frozenset()
-    reaches = sorted(
-        (device, start, stop, number)
-        for number, parts in enumerate(tensors)
-        for device, (start, stop) in _memory_ranges(parts).items()
-    )
-    numbers: set[int] = set()
-    last = ("", 0, 0, -1)  # the range with the highest end so far
-    for reach in reaches:
-        if reach[0] == last[0] and reach[1] < last[2]:
-            numbers |= {reach[3], last[3]}
-        if reach[0] != last[0] or reach[2] > last[2]:
-            last = reach
-    return frozenset(numbers)
-
-
-def _overwrites(other: AliasBuffers, buffers: AliasBuffers) -> bool:
-    buffers.copy_to_parts()
-    other.copy_to_parts()
-    return not buffers.is_in_place()
-
-
-def _memory_ranges(parts: Sequence[torch.Tensor]) -> dict[str, tuple[int, int]]:
-    reach: dict[str, tuple[int, int]] = {}
-    for part in parts:
-        if numel := part.numel():
-            if not part.is_contiguous():
-                dims = zip(part.shape, part.stride(), strict=True)
-                numel = 1 + sum((size - 1) * stride for size, stride in dims)
-            start = part.data_ptr()
-            stop = start + numel * part.itemsize
-            device = _device_name(part.device)
-            former = reach.get(device, (start, stop))
-            reach[device] = min(start, former[0]), max(stop, former[1])
-    return reach
-
-
-_device_name = lru_cache(maxsize=64)(str)
 
 
 @dataclass(slots=True, eq=False)
@@ -174,7 +100,8 @@ class _Fill(NamedTuple):
 
     `cells[i]` has the number `first + i` among all requested cells of the tensor. `parts[i]` is its
     memory; for a `NewTensor` it is allocated later. `cast_from` is the saved dtype if it differs.
-    A tensor that operations of a rename make has no stored cells, but `reads`.
+    A tensor that operations of a rename make has no stored cells, but `reads`. With `scaling`, its
+    elements are multiplied by a scale.
     """
 
     name: str
@@ -184,6 +111,15 @@ class _Fill(NamedTuple):
     parts: tuple[torch.Tensor, ...] | NewTensor
     cast_from: str | None
     reads: tuple[_BoxRead, ...] = ()
+    scaling: _Scaling | None = None
+
+
+class _Scaling(NamedTuple):
+    """The scale of a weight of some shape, and the new tensor that it is read into."""
+
+    weight: ScaledWeight
+    shape: Shape
+    scale: NewTensor
 
 
 class FillTargets:
@@ -194,16 +130,19 @@ class FillTargets:
     - `unknown_pieces`: names with pieces in their rule, stored in parts without pieces.
     - `new_tensors`: the tensors that `allocate` creates.
 
-    `cast` selects the names whose values may be converted; None for none.
+    - `dequantizer`: finds the scales by which weights are multiplied.
     """
 
-    def __init__(self, template: Template, saved: SavedTree, cast: Selection | None = None) -> None:
+    def __init__(self, template: Template, saved: SavedTree, casting: Casting = NO_CASTING) -> None:
         self.problems: list[str] = []
         self.resharded: list[str] = []
         self.unknown_pieces: list[str] = []
         self._template = template
         self._saved = saved
-        self._cast = cast
+        self._cast = casting.cast
+        self.dequantizer = Dequantizer(template, saved, casting, self.problems)
+        self._scale_tensors: dict[str, NewTensor] = {}
+        self._to_scale: list[tuple[_Fill, tuple[torch.Tensor, ...]]] = []
         self._casts: list[tuple[str, CastTarget]] = []
         # All requested cells of each stored tensor.
         self._cells: dict[str, tuple[Cell, ...]] = {}
@@ -249,10 +188,11 @@ class FillTargets:
             self.problems.append(self._mismatch_text(name, local, leaf))
             return value
         cast_from = record.dtype if cells and local.dtype != record.dtype else None
+        scaling = self._scaling(name, local.dtype) if cast_from and not as_bits else None
         if cast_from and not self.check_dtype(name, local.dtype, as_bits=as_bits):
             return value
         if not local.parts or self._is_first_reader(name, value, local.parts[0]):
-            self._request(name, fqn, cells, local.parts, cast_from)
+            self._request(name, fqn, cells, local.parts, cast_from, scaling)
             self._note_unknown_pieces(name, local, leaf)
             # `cast` selects by name, so a cast tensor says nothing about other names.
             is_kind = key is not None and cast_from is None
@@ -275,11 +215,13 @@ class FillTargets:
     def check_dtype(self, name: str, dtype: str, *, as_bits: bool = False) -> bool:
         """Return True if a saved tensor has this dtype or may be cast to it; else report it."""
         saved = self._saved_tensor(name)[1].dtype
-        if dtype == saved or (why := self._why_no_cast(name, dtype, as_bits=as_bits)) is None:
+        if dtype == saved or (not as_bits and self.dequantizer.is_settled(name, dtype)):
+            return True
+        if (why := self._why_no_cast(name, dtype, as_bits=as_bits)) is None:
             return True
         self.problems.append(
             f"{name}: saved as {saved}{self._saved.source_text(name)}, the state has {dtype}: "
-            f"{why}; make it {saved}, load, and convert"
+            f"{why}; {self.dequantizer.conversion(name)}"
         )
         return False
 
@@ -310,17 +252,32 @@ class FillTargets:
         fqn, record = self._saved_tensor(name)
         as_array = name in self._saved.numpy
         if (fqn, as_array) not in self._whole_tensors:
+            scaling = self._scaling(name, "float32")
+            dtype = record.dtype if scaling is None else "float32"
 
             def make() -> object:
-                tensor = torch.empty(record.shape, dtype=torch_dtype(record.dtype), device="cpu")
+                tensor = torch.empty(record.shape, dtype=torch_dtype(dtype), device="cpu")
                 try:
                     return as_numpy(tensor) if as_array else tensor
                 except ValueError as error:
                     raise CorruptError(f"{name}: {error}; load an older checkpoint") from None
 
             cells = (Region.whole(record.shape),)
-            self._whole_tensors[fqn, as_array] = self._request_new(name, cells, make)
+            self._whole_tensors[fqn, as_array] = self._request_new(name, cells, make, scaling)
         return self._whole_tensors[fqn, as_array]
+
+    def _scaling(self, name: str, dtype: str) -> _Scaling | None:
+        """Request the scale of a weight that is dequantized, in new host memory; else None."""
+        if (weight := self.dequantizer.find(name, dtype)) is None:
+            return None
+        tensors, scale = self._saved.catalog.tensors, weight.scale
+        if scale not in self._scale_tensors:
+            shape, scale_dtype = tensors[scale].shape, torch_dtype(tensors[scale].dtype)
+            new = NewTensor(partial(torch.empty, shape, dtype=scale_dtype, device="cpu"))
+            self._scale_tensors[scale] = new
+            self.new_tensors.append(new)
+            self._request(scale, scale, (Region.whole(shape),), new)
+        return _Scaling(weight, self._saved_tensor(name)[1].shape, self._scale_tensors[scale])
 
     def request_like(self, name: str, hint: PlacementHint) -> NewTensor:
         """Request a new tensor: sharded like a parameter of the same shape, otherwise whole."""
@@ -411,19 +368,23 @@ class FillTargets:
                     targets[read.fqn, read.requested] = target
             else:
                 targets.update(((fill.fqn, n), target) for n, target in enumerate(made, fill.first))
+            if fill.scaling is not None:
+                self._to_scale.append((fill, memory))
         synchronize(self._device_tensors)  # before the first byte is written
         return targets
 
     def finish_tensors(self) -> None:
         """Fill the tensors that share memory, and wait for the accelerators.
 
-        Raises IncompatibleError if saved values differ on shared bytes, or if a cast overflowed.
+        Weights are multiplied by their scales first. Raises IncompatibleError if saved values
+        differ on shared bytes, or if a cast overflowed.
         """
+        overflown = self._multiply_by_scales()
         for buffers in self._alias_buffers:
             buffers.copy_to_parts()
         for buffers in self._alias_buffers:
             if not buffers.is_in_place():
-                other = next(other for other in self._alias_buffers if _overwrites(other, buffers))
+                other = next(other for other in self._alias_buffers if overwrites(other, buffers))
                 raise IncompatibleError(
                     f"{buffers.name} and {other.name} share memory in the state, but were saved "
                     "with different values, so the state cannot hold both. Give one of them "
@@ -431,13 +392,26 @@ class FillTargets:
                 )
         self._alias_buffers.clear()
         synchronize(self._device_tensors)
-        if lost := list(dict.fromkeys(name for name, cast in self._casts if cast.has_overflown)):
+        overflown += [name for name, cast in self._casts if cast.has_overflown]
+        if lost := list(dict.fromkeys(overflown)):
             text, rest = names_around_remedy(lost)
             raise IncompatibleError(
                 f"{text}: saved values are too large for the dtype in the state, which now "
                 "has infinite values. Use a wider dtype (bfloat16 or float32) and load again"
                 f"{rest}"
             )
+
+    def _multiply_by_scales(self) -> list[str]:
+        """Multiply weights by their scales; return the names with values that are too large."""
+        synchronize(self._device_tensors if self._to_scale else ())
+        overflown: list[str] = []
+        for fill, memory in self._to_scale:
+            assert fill.scaling is not None
+            weight, shape, scale = fill.scaling
+            parts = [*zip(fill.cells, memory, strict=True)]
+            overflown += multiply_all(fill.name, parts, shape, weight, scale.value)
+        self._to_scale.clear()
+        return overflown
 
     def _make_target(self, fill: _Fill, part: torch.Tensor, cell: Cell) -> Target:
         if fill.cast_from is None:
@@ -505,6 +479,11 @@ class FillTargets:
 
     def _mismatch_text(self, name: str, local: LocalTensor, leaf: TensorLeaf) -> str:
         shape = f"{self._saved_tensor(name)[1].shape}{self._saved.source_text(name)}"
+        if packed := self.dequantizer.packed_text(name):
+            return (
+                f"{name}: saved with shape {shape}{packed}: dequantize it with the library that "
+                "wrote it, or exclude the name"
+            )
         view = self._find_rule_view(name, local, leaf)
         if view is None:
             return (
@@ -536,12 +515,16 @@ class FillTargets:
         return first == name or self._saved_tensor(first)[0] != self._saved_tensor(name)[0]
 
     def _request_new(
-        self, name: str, cells: tuple[Cell, ...], make: Callable[[], object]
+        self,
+        name: str,
+        cells: tuple[Cell, ...],
+        make: Callable[[], object],
+        scaling: _Scaling | None = None,
     ) -> NewTensor:
         tensor = NewTensor(make)
         self.new_tensors.append(tensor)
         fqn, record = self._saved_tensor(name)
-        self._request(name, fqn, cells, tensor)
+        self._request(name, fqn, cells, tensor, record.dtype if scaling else None, scaling)
         self._check_stored_layout(name, record, cells)
         return tensor
 
@@ -552,6 +535,7 @@ class FillTargets:
         cells: tuple[Cell, ...],
         parts: tuple[torch.Tensor, ...] | NewTensor,
         cast_from: str | None = None,
+        scaling: _Scaling | None = None,
     ) -> None:
         if (made := self._saved.derived.get(fqn)) is not None:
             reads = tuple(self._request_pieces(made, cells))
@@ -561,7 +545,7 @@ class FillTargets:
         wanted = self._cells.get(fqn, ())
         self._cells[fqn] = wanted + cells
         if cells:  # otherwise the local tensor is empty
-            self._fills.append(_Fill(name, fqn, len(wanted), cells, parts, cast_from))
+            self._fills.append(_Fill(name, fqn, len(wanted), cells, parts, cast_from, (), scaling))
 
     def _request_pieces(self, made: DerivedTensor, cells: tuple[Cell, ...]) -> Iterator[_BoxRead]:
         for number, cell in enumerate(cells):
