@@ -187,30 +187,35 @@ def plan_all_files(catalog: Catalog) -> Iterator[tuple[FilePlan, ...]]:
 # (fqn, dtype, shape of the tensor, cell) of each shard in some files, by component.
 _StoredCells = dict[int, list[tuple[str, str, Shape, Cell]]]
 
-# Component, layout and rotation of a tensor: they determine the file of each cell.
-_FilesKey = tuple[int, int, int]
+
+class _FilesKey(NamedTuple):
+    """The numbers of a tensor that determine the file of each of its cells."""
+
+    component: int
+    layout: int
+    rotation: int
 
 
 def stored_cells_by_rank(catalog: Catalog) -> Iterator[_StoredCells]:
     """Yield the cells that each rank stores, in the order of ranks."""
     tensors_by_key: dict[_FilesKey, list[tuple[str, TensorRecord]]] = {}
     for fqn, record in catalog.tensors.items():
-        files_key = record.component, record.layout, record.rotation
+        files_key = _FilesKey(record.component, record.layout, record.rotation)
         tensors_by_key.setdefault(files_key, []).append((fqn, record))
     stored: dict[int, list[tuple[_FilesKey, int]]] = {}
     for files_key in tensors_by_key:
-        layout = catalog.layouts[files_key[1]]
+        layout = catalog.layouts[files_key.layout]
         for cell_number in range(layout.cut.num_cells):
-            holder = layout.holder(cell_number, files_key[2])
+            holder = layout.holder(cell_number, files_key.rotation)
             stored.setdefault(holder, []).append((files_key, cell_number))
     for rank in range(catalog.world_size):
         cells: _StoredCells = {}
         for files_key, cell_number in stored.get(rank, ()):
-            cell = catalog.layouts[files_key[1]].cell(cell_number)
+            cell = catalog.layouts[files_key.layout].cell(cell_number)
             tensors = (
                 (fqn, record.dtype, record.shape, cell) for fqn, record in tensors_by_key[files_key]
             )
-            cells.setdefault(files_key[0], []).extend(tensors)
+            cells.setdefault(files_key.component, []).extend(tensors)
         yield cells
 
 
@@ -219,7 +224,7 @@ def stored_nbytes(catalog: Catalog) -> dict[tuple[int, int], int]:
     numels = [cell_numels(layout.cut) for layout in catalog.layouts]
     itemsizes: dict[_FilesKey, int] = {}
     for record, count in catalog.counts():
-        files_key = record.component, record.layout, record.rotation
+        files_key = _FilesKey(record.component, record.layout, record.rotation)
         itemsizes[files_key] = itemsizes.get(files_key, 0) + count * DTYPES[record.dtype].itemsize
     nbytes: dict[tuple[int, int], int] = {}
     for (component, layout_number, rotation), itemsize in itemsizes.items():
@@ -346,7 +351,9 @@ def _merge_tensors(
     distinct: Sequence[inventories.DistinctInventory], problems: list[str]
 ) -> dict[str, _Tensor]:
     views: dict[View, int] = {}
-    numbers = [[views.setdefault(v, len(views)) for v in sent.inventory.views] for sent in distinct]
+    view_numbers = [
+        [views.setdefault(view, len(views)) for view in sent.inventory.views] for sent in distinct
+    ]
     entries_by_name: dict[str, list[tuple[int, TensorEntry]]] = {}
     for number, sent in enumerate(distinct):
         for entry in sent.inventory.tensors:
@@ -357,7 +364,7 @@ def _merge_tensors(
     layouts: dict[Layout, Layout] = {}
     tensors = {}
     for fqn, entries in entries_by_name.items():
-        key = tuple((n, numbers[n][entry.view], entry.shape) for n, entry in entries)
+        key = tuple((n, view_numbers[n][entry.view], entry.shape) for n, entry in entries)
         if key not in merged:
             rank_views = [
                 RankView(distinct[n].ranks, distinct_views[view], shape) for n, view, shape in key
@@ -367,23 +374,24 @@ def _merge_tensors(
                 merged[key] = shape, layouts.setdefault(layout, layout)
             except ValueError as error:
                 merged[key] = error
-        ownership = merged[key]
+        shape_and_layout = merged[key]
         # The dtype of a rank that holds no part of the tensor does not matter.
         holding = [e for e, (_, view, _) in zip(entries, key, strict=True) if view != empty_view]
         compared = [(distinct[n], entry) for n, entry in holding or entries]
         disagreements = _find_disagreements(compared) if len(entries) > 1 else []
-        if isinstance(ownership, ValueError):
-            disagreements.append(str(ownership))
+        if isinstance(shape_and_layout, ValueError):
+            disagreements.append(str(shape_and_layout))
         elif not disagreements:
             try:
-                check_shape(ownership[0], DTYPES[compared[0][1].dtype].itemsize)
+                check_shape(shape_and_layout[0], DTYPES[compared[0][1].dtype].itemsize)
             except ValueError as error:
                 disagreements.append(f"{error}: store it in another shape")
         problems += (f"{fqn}: {problem}" for problem in disagreements)
-        if not disagreements and not isinstance(ownership, ValueError):
+        if not disagreements and not isinstance(shape_and_layout, ValueError):
             sent, entry = compared[0]
             component = sent.inventory.components[entry.component]
-            tensors[fqn] = _Tensor(entry.dtype, ownership[0], component, ownership[1])
+            shape, layout = shape_and_layout
+            tensors[fqn] = _Tensor(entry.dtype, shape, component, layout)
     return tensors
 
 
