@@ -10,7 +10,8 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, replace
 
@@ -206,6 +207,17 @@ def flat_state(module: nn.Module, fqn: str) -> ModuleState | None:
     paths = {fsdp1_private_names.clean_path(path): key for path, key in paths.items()}
     part = ModulePart(module, {name: name for name in flat.entries}, metadata, paths, flat)
     return ModuleState((part,), flat.entries, flat.live, {})
+
+
+@contextmanager
+def without_swaps() -> Iterator[None]:
+    """Let `load_state_dict` copy tensors onto themselves, not swap them: DDP refers to them."""
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(False)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ through its `load_state_dict`. All other tensors are filled in place.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,7 +16,13 @@ from dist_ckpt.core.planning.module_versions import modules_above
 from dist_ckpt.core.state.binding.bind_context import BindContext
 from dist_ckpt.core.state.binding.conversions import ConversionDecision, decide_conversion, is_in
 from dist_ckpt.core.state.binding.values import Value
-from dist_ckpt.core.state.module_tensors import Converter, ModulePart, ModuleState, Rehearsal
+from dist_ckpt.core.state.module_tensors import (
+    Converter,
+    ModulePart,
+    ModuleState,
+    Rehearsal,
+    without_swaps,
+)
 from dist_ckpt.core.state.tensors.local_tensors import PLAIN, dtype_name, torch_dtype
 from dist_ckpt.core.state.tensors.locate_tensor import is_meta
 from dist_ckpt.core.state.tree.containers import child_name
@@ -411,7 +418,8 @@ class _PartLoad:
         assign = bool(staging.scopes) and any(is_meta(self.live[name]) for name in self._names())
         metadata = staging.metadata if staging.scopes else None
         try:
-            with calling_user_code(self.fqn, self.part.module, "load_state_dict"):
+            swapping = nullcontext() if staging.scopes else without_swaps()
+            with swapping, calling_user_code(self.fqn, self.part.module, "load_state_dict"):
                 result = self.part.load(values, metadata, assign=assign)
             if staging.scopes and not staging.is_sure:
                 self._check(result)
