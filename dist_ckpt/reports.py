@@ -157,6 +157,8 @@ class LoadReport:
     load that left something out, pass the report to `dc.save(carry_over=...)` to keep it. `assumed`
     has a text for each assumption, such as the order of a fused tensor stored without
     pieces, or keys that DCP made text.
+    `unfilled` names the tensors of loaded modules that are in no state dict and still on the meta
+    device, such as buffers with `persistent=False`.
     """
 
     path: str
@@ -184,6 +186,7 @@ class LoadReport:
     as_saved: bool = True
     assumed: tuple[str, ...] = ()
     dequantized: tuple[str, ...] = ()
+    unfilled: tuple[str, ...] = ()
 
     @property
     def total_s(self) -> float:

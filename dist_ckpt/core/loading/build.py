@@ -23,6 +23,7 @@ from dist_ckpt.core.format.strict_json import is_text
 from dist_ckpt.core.loading.load import advice_on_damage, load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.runtime.typed_msgpack import Message
+from dist_ckpt.core.state.module_tensors import find_unsaved_meta, has_own_load
 from dist_ckpt.core.state.tensors.plain_torch import make_torch_value
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import IncompatibleError
@@ -115,7 +116,20 @@ def _make_model(
                 raise TypeError(
                     f"table[{kind!r}] has returned a {type(model).__name__}: return the model"
                 )
+            _check_buffers(model, kind)
     return description, model
+
+
+def _check_buffers(model: nn.Module, kind: str) -> None:
+    """Raise IncompatibleError for meta tensors that no state dict has: the load cannot fill them.
+
+    The `load_state_dict` of a class, or a hook after it, may compute them.
+    """
+    if not has_own_load(model) and (names := find_unsaved_meta(model, with_attributes=True)):
+        raise IncompatibleError(
+            f"table[{kind!r}] has made {listed(names)} on the meta device, and no state dict has "
+            f"them (persistent=False): compute them in table[{kind!r}], on a real device"
+        )
 
 
 def _check_arguments(table: object, component: object) -> None:

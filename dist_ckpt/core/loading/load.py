@@ -67,6 +67,7 @@ from dist_ckpt.core.state.binding.sources.rename import RenameRules
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import CorruptError, NotFoundError, StorageError
+from dist_ckpt.message_text import listed
 from dist_ckpt.reports import IoCount, LoadReport, Phases
 
 _log = logging.getLogger("dist_ckpt")
@@ -226,6 +227,12 @@ def _load(call: LoadCall) -> LoadReport:
         report = _build_report(call, arguments, checked, decision, totals, phases)
         for warning in checked.binding.warnings:
             _log.warning("%s", warning)
+        if report.unfilled:
+            _log.warning(
+                "%s: still on the meta device after the load, because no state dict has them "
+                "(persistent=False): compute them, or create the model on a real device",
+                listed(report.unfilled),
+            )
         if call.options.record_check and session.channel.rank == COORDINATOR:
             is_partial = report.unexpected or report.dropped or decision.from_memory
             is_whole = not is_partial and arguments.selection == SELECT_ALL
@@ -282,6 +289,7 @@ def _build_report(
         and not binding.dequantized
         and all(use.source.rename is None for use in arguments.source_uses),
         assumed=binding.assumed,
+        unfilled=binding.find_unfilled(),
         **structs.asdict(job),
     )
 

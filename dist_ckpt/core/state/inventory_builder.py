@@ -236,11 +236,7 @@ class _InventoryBuilder:
             case SubclassLeaf():
                 self._add_subclass_tensor(fqn, tree)
             case ModuleLeaf():
-                self._add_owner(fqn, tree)
-                named = tree.state.parameters()
-                self.parameters.update((child_name(fqn, name), named[name]) for name in named)
-                self._add_versions(fqn, tree.state.metadata(), tree.state.entries)
-                self._add_branch(fqn, "dict", tree.children)
+                self._add_module(fqn, tree)
             case OptimizerLeaf():
                 self._add_owner(fqn, tree)
                 self._add_optimizer(fqn, tree)
@@ -267,6 +263,16 @@ class _InventoryBuilder:
     def _add_container(self, fqn: str, kind: str, keys: Iterable[PathKey]) -> None:
         self._reserve_name(fqn)
         self.tree.append(Node(fqn, kind, tuple(keys)))
+
+    def _add_module(self, fqn: str, tree: ModuleLeaf) -> None:
+        state = tree.state
+        if hollow := [name for name in state.hollow if name in tree.children]:
+            raise ValueError(f"{child_name(fqn, hollow[0])}: {state.hollow[hollow[0]]}")
+        self._add_owner(fqn, tree)
+        named = state.parameters()
+        self.parameters.update((child_name(fqn, name), named[name]) for name in named)
+        self._add_versions(fqn, state.metadata(), state.entries)
+        self._add_branch(fqn, "dict", tree.children)
 
     def _add_dict_versions(self, fqn: str, tree: Branch) -> None:
         if (metadata := state_dict_metadata(tree.live)) is not None:

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
@@ -30,7 +30,9 @@ from dist_ckpt.core.runtime.torch_private import (
 )
 from dist_ckpt.core.state.fsdp1 import fsdp1_private_names
 from dist_ckpt.core.state.fsdp1.fsdp1_modules import FlatModule, ParameterPart, flat_module
+from dist_ckpt.core.state.tensors.hollow_tensors import find_hollow
 from dist_ckpt.core.state.tensors.local_tensors import PLAIN, class_name
+from dist_ckpt.core.state.tensors.locate_tensor import is_meta
 from dist_ckpt.core.state.tree.containers import child_name
 
 
@@ -85,18 +87,13 @@ class ModulePart:
                     # A class may leave its own prefix out of the keys, as Lightning Fabric's does.
                     path = paths.get(key, paths.get(key.partition(".")[2], ""))
                     found.setdefault(path, Converter(class_name(part), by_names=kind == "names"))
-        if self.flat is None and self._overrides_load():
+        if self.flat is None and _overrides_load(self.module):
             found[""] = Converter(class_name(self.module), overrides_load=True)
         return found
 
     def has_own_load(self) -> bool:
         """Return True if the module overrides `load_state_dict`, or has hooks that follow it."""
-        if self.flat is not None:
-            return False
-        return self._overrides_load() or any(map(has_load_hooks, self.module.modules()))
-
-    def _overrides_load(self) -> bool:
-        return type(self.module).load_state_dict is not nn.Module.load_state_dict
+        return self.flat is None and has_own_load(self.module)
 
     def key_of(self, name: str) -> str:
         """Return the key of a name in the state dict, with the prefixes of wrappers."""
@@ -168,12 +165,14 @@ class ModuleState:
     - `live`: the parameters and persistent buffers of these entries, which a load fills. An entry
       that is not in `live` (extra state, or made by a hook) is loaded by `load_state_dict`.
     - `left_out`: parameters that no entry has, by their names in the module.
+    - `hollow`: the reasons why tensors of `live` have no value of their own.
     """
 
     parts: Sequence[ModulePart]
     entries: Mapping[str, object]
     live: Mapping[str, torch.Tensor | ParameterPart]
     left_out: Mapping[str, torch.Tensor]
+    hollow: Mapping[str, str] = field(default_factory=dict)
 
     def metadata(self) -> dict[str, Mapping[str, object]]:
         """Return the `_metadata` of the state dicts, by the paths of modules without wrappers."""
@@ -220,6 +219,31 @@ def without_swaps() -> Iterator[None]:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
+def has_own_load(module: nn.Module) -> bool:
+    """Return True if a module overrides `load_state_dict`, or has hooks that follow it."""
+    return _overrides_load(module) or any(map(has_load_hooks, module.modules()))
+
+
+def _overrides_load(module: nn.Module) -> bool:
+    return type(module).load_state_dict is not nn.Module.load_state_dict
+
+
+def find_unsaved_meta(module: nn.Module, *, with_attributes: bool) -> list[str]:
+    """Return the names of meta tensors that are in no state dict: those of a RoPE, for example.
+
+    They are buffers with `persistent=False`. With `with_attributes` tensors count that are plain
+    attributes of a module.
+    """
+    prefixes = _prefixes(module)
+    found: list[str] = []
+    for path, part in module.named_modules():
+        names = [n for n in part._non_persistent_buffers_set if is_meta(part._buffers.get(n))]
+        if with_attributes:
+            names += [name for name, value in vars(part).items() if is_meta(value)]
+        found += (_unwrap_name(child_name(path, name), prefixes) for name in sorted(names))
+    return found
+
+
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     empty = torch.empty_like(tensor.detach(), device="meta")
     is_parameter = isinstance(tensor, nn.Parameter)
@@ -254,7 +278,7 @@ def module_state(module: nn.Module) -> ModuleState:
         if id(tensor) not in behind and isinstance(tensor, nn.Parameter)
     }
     part = ModulePart(module, keys, *_read_metadata(module, state, prefixes))
-    return ModuleState((part,), entries, live, left_out)
+    return ModuleState((part,), entries, live, left_out, find_hollow(module, live))
 
 
 def merge_states(states: Sequence[ModuleState]) -> ModuleState | None:
@@ -262,6 +286,7 @@ def merge_states(states: Sequence[ModuleState]) -> ModuleState | None:
     entries: dict[str, object] = {}
     live: dict[str, torch.Tensor | ParameterPart] = {}
     left_out: dict[str, torch.Tensor] = {}
+    hollow: dict[str, str] = {}
     for state in states:
         shared = state.entries.keys() & entries.keys()
         if any(state.live.get(name) is not live.get(name, name) for name in shared):
@@ -269,7 +294,9 @@ def merge_states(states: Sequence[ModuleState]) -> ModuleState | None:
         entries.update(state.entries)
         live.update(state.live)
         left_out.update(state.left_out)
-    return ModuleState([part for state in states for part in state.parts], entries, live, left_out)
+        hollow.update(state.hollow)
+    parts = [part for state in states for part in state.parts]
+    return ModuleState(parts, entries, live, left_out, hollow)
 
 
 def _map_keys(state: object, prefixes: Sequence[tuple[str, str]]) -> dict[str, str]:

@@ -187,6 +187,11 @@ class Binding:
         for _, convert in sorted(self._context.conversions, key=itemgetter(0)):
             convert()
 
+    def find_unfilled(self) -> tuple[str, ...]:
+        """Return the tensors of loaded modules that are in no state dict, and still on meta."""
+        names = (name for find in self._context.unsaved_meta for name in find())
+        return tuple(dict.fromkeys(names))
+
     def load_objects(self) -> None:
         """Call load_state_dict and set_extra_state of the state's objects; set generators last.
 

@@ -85,6 +85,7 @@ class BindContext:
         self.problems = self.targets.problems
         self.warnings: list[str] = []
         self.assumed: list[str] = []
+        self.unsaved_meta: list[Callable[[], list[str]]] = []
         self.missing: dict[str, None] = {}
         self.dropped: list[str] = [*saved.dropped]
         self.restored: dict[str, None] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -21,6 +22,7 @@ from dist_ckpt.core.state.module_tensors import (
     ModulePart,
     ModuleState,
     Rehearsal,
+    find_unsaved_meta,
     without_swaps,
 )
 from dist_ckpt.core.state.tensors.local_tensors import PLAIN, dtype_name, torch_dtype
@@ -81,6 +83,14 @@ def bind_module(context: BindContext, fqn: str, leaf: ModuleLeaf) -> None:
             context.value_setters.append(part.flat.update_copies)
         load = _PartLoad(context, fqn, part, state.live, staging, can_convert=bool(found))
         load.schedule(assigned, extras)
+        if any(child_name(fqn, name) in context.restored for name in part.keys):
+            was_meta = any(is_meta(state.live.get(name)) for name in part.keys)
+            context.unsaved_meta.append(partial(_find_unsaved_meta, fqn, part, was_meta=was_meta))
+
+
+def _find_unsaved_meta(fqn: str, part: ModulePart, *, was_meta: bool) -> list[str]:
+    names = find_unsaved_meta(part.module, with_attributes=was_meta)
+    return [child_name(fqn, name) for name in names]
 
 
 def _bind_live(
@@ -93,6 +103,10 @@ def _bind_live(
         if name in tied:
             continue
         full, live = child_name(fqn, name), state.live[name]
+        if name in state.hollow and context.is_selected(full):
+            context.problems.append(f"{full}: {state.hollow[name]}")
+            context.mark_requested(full)
+            continue
         # A hook may have copied the tensor in the state dict, so the live tensor is filled.
         leaf = TensorLeaf(live) if type(live) in PLAIN else read_tensor(live, full)
         if isinstance(leaf, SubclassLeaf):

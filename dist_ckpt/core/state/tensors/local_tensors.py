@@ -10,6 +10,7 @@ import torch
 
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.runtime.torch_private import AsyncCollectiveTensor
+from dist_ckpt.core.state.tensors.hollow_tensors import partition_reason
 from dist_ckpt.errors import IncompatibleError
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ def to_plain_tensor(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
         tensor = tensor.wait()
     if remedy := _remedy(tensor):
         raise TypeError(f"{fqn}: {class_name(tensor)} cannot be stored: {remedy}")
+    if not tensor.numel() and (reason := partition_reason(tensor)):
+        raise ValueError(f"{fqn}: {reason}")
     tensor = tensor.detach()
     if type(tensor) not in PLAIN:
         tensor = torch.Tensor.as_subclass(tensor, torch.Tensor)
