@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from operator import itemgetter
 from typing import assert_never
@@ -25,11 +25,12 @@ from dist_ckpt.core.planning.name_selection import Selection
 from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.runtime.processes import paused_collector
 from dist_ckpt.core.shard_io.memory.cell_memory import Target
-from dist_ckpt.core.state.binding.bind_context import BindContext, Loadable
+from dist_ckpt.core.state.binding.bind_context import BindContext, Loadable, live_children
 from dist_ckpt.core.state.binding.bind_modules import bind_module
 from dist_ckpt.core.state.binding.bind_optimizers import bind_optimizer
 from dist_ckpt.core.state.binding.conversions import is_in
 from dist_ckpt.core.state.binding.dequantizer import NO_CASTING, Casting
+from dist_ckpt.core.state.binding.required_keys import find_missing_keys, read_keys
 from dist_ckpt.core.state.binding.sources.rename import suggest_rules
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, build_saved_tree
 from dist_ckpt.core.state.binding.targets import PlacementHint
@@ -59,6 +60,7 @@ from dist_ckpt.core.state.tree.state_tree import (
     Tree,
     calling_user_code,
     has_state,
+    read_state_dict,
     requires_grad,
 )
 from dist_ckpt.core.state.wrappers import RNG, PerRank
@@ -433,6 +435,10 @@ def _bind_per_rank(
         # Cached: it is read before anything is set, and a user function may not be pure.
         context.generators.append((name, wrapper, cache(saved)))
     elif has_state(wrapper.value):
+        state = saved.value if isinstance(saved, FixedValue) else None
+        if isinstance(state, Mapping) and read_keys(type(wrapper.value)) - state.keys():
+            live = PlainLeaf(read_state_dict(wrapper.value, name))
+            _check_read_keys(context, name, wrapper.value, live, saved)
         _load_object(context, name, wrapper.value, saved, is_inner=is_inner)
     else:
         context.value_setters.append(lambda: setattr(wrapper, "value", saved()))
@@ -519,11 +525,32 @@ def _bind_object(
             leaf.owner.check(state())  # it has no tensors, so nothing is left to read
     except IncompatibleError as error:
         context.problems.append(f"{name}: {error}")
+    _check_read_keys(context, name, leaf.owner, leaf.content, state)
     if not is_inner:  # the outer one also checks the objects inside this one
         what = f"state_dict() of {type(leaf.owner).__name__}"
         remedy = f"make it before the load, so that {what} returns it, or exclude {name!r}"
         context.check_objects(name, remedy)
     _load_object(context, name, leaf.owner, state, is_inner=is_inner)
+
+
+def _check_read_keys(
+    context: BindContext, name: str, owner: object, live: Tree, saved: Value
+) -> None:
+    """Report keys that an object reads and that were not saved, as of a disabled GradScaler."""
+    live_keys = live_children(live)
+    saved_keys: Collection[object] = ()
+    if isinstance(saved, NewContainer):
+        saved_keys = saved.items
+    elif isinstance(saved, FixedValue) and isinstance(saved.value, Mapping):
+        saved_keys = saved.value
+    if keys := find_missing_keys(owner, live_keys, saved_keys):
+        cls = type(owner).__name__
+        is_empty = " (it was saved with an empty state, as if disabled)" * (not saved_keys)
+        context.problems.append(
+            f"{name}: load_state_dict of {cls} needs {listed(keys)}, which "
+            f"{'were' if len(keys) > 1 else 'was'} not saved{context.saved.source_text(name)}"
+            f"{is_empty}: create the {cls} as it was saved, or exclude {name!r} to start it anew"
+        )
 
 
 def _load_object(

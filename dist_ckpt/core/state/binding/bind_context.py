@@ -442,7 +442,8 @@ class BindContext:
                 items[key] = value
         kind = self.saved.kinds.get(name)
         if items:
-            constants = {key: FixedValue(v) for key, v in (container_entries(whole) or {}).items()}
+            before = container_entries(whole) or self._empty_mappings(tree)
+            constants = {key: FixedValue(value) for key, value in before.items()}
             kind = kind or container_kind(whole) or "dict"
             metadata = self.saved.model_metadata(name) if name in self.saved.models else None
             like = self._class_like(tree)
@@ -451,6 +452,12 @@ class BindContext:
         if leaf is None and kind is not None and is_empty and self.is_selected(name):
             return NewContainer(kind, {})
         return leaf
+
+    def _empty_mappings(self, tree: Tree | None) -> Mapping[PathKey, object]:
+        """Return the empty mappings of an object's state, which DCP does not store."""
+        live = live_children(tree) if self.saved.has_text_keys else {}
+        values = {key: part.value for key, part in live.items() if isinstance(part, PlainLeaf)}
+        return {k: value for k, value in values.items() if isinstance(value, Mapping) and not value}
 
     def _class_like(self, tree: Tree | None) -> object:
         """Return the live container whose class a new one gets, as DCP does not store classes."""
@@ -462,7 +469,7 @@ class BindContext:
         self, name: str, tree: Tree | None
     ) -> Iterator[tuple[PathKey, str, Tree | None]]:
         """Yield the key and name of each saved child, and the live value of that key."""
-        live, saved = _live_children(tree), self.saved.children(name)
+        live, saved = live_children(tree), self.saved.children(name)
         matched = self.match_keys(name, [key for key, _ in saved], live)
         children = [(matched.get(key, key), child) for key, child in saved]
         if self.saved.has_text_keys:  # a folder of DCP has the values before the tensors
@@ -528,7 +535,7 @@ class BindContext:
         return self._request_unwrapped(name, {key for key, _ in keys})
 
 
-def _live_children(tree: Tree | None) -> Mapping[PathKey, Tree]:
+def live_children(tree: Tree | None) -> Mapping[PathKey, Tree]:
     """Return the children of a tree, also those of a container without tensors."""
     if not isinstance(tree, PlainLeaf):
         return children_of(tree)
