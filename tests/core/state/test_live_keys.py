@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dist_ckpt.core.state.binding.live_keys import is_integer_text, match_keys, with_live_class
+from dist_ckpt.core.state.tree.live_keys import is_integer_text, match_keys, with_live_class
 from dist_ckpt.errors import IncompatibleError
 from in_memory import load, save
 

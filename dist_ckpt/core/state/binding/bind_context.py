@@ -12,7 +12,6 @@ from functools import cache
 from dist_ckpt.core.format.index.index import Key
 from dist_ckpt.core.planning.name_selection import Selection
 from dist_ckpt.core.state.binding.dequantizer import Casting
-from dist_ckpt.core.state.binding.live_keys import is_integer_text, match_keys
 from dist_ckpt.core.state.binding.new_subclasses import new_subclass_tensor
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, format_mesh
 from dist_ckpt.core.state.binding.targets import FillTargets, PlacementHint
@@ -29,6 +28,7 @@ from dist_ckpt.core.state.tree.containers import (
     container_kind,
     is_mapping,
 )
+from dist_ckpt.core.state.tree.live_keys import is_integer_text, match_keys
 from dist_ckpt.core.state.tree.state_tree import (
     Branch,
     ModuleLeaf,

@@ -11,8 +11,8 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from dist_ckpt.core.state.binding.live_keys import with_live_class
 from dist_ckpt.core.state.tree.containers import PathKey, create_container
+from dist_ckpt.core.state.tree.live_keys import with_live_class
 
 Value = Callable[[], object]
 
