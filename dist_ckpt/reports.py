@@ -16,7 +16,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Lock
 
 from dist_ckpt.message_text import format_count, format_size
@@ -77,7 +77,8 @@ class SaveReport:
     coordinator. `num_linked` files with `nbytes_linked` bytes were linked from an older checkpoint,
     not written. Of `num_sampled` replicas on this rank only a sample was compared with the copies
     of other ranks: see `check_replicas` of `dc.save`. `num_unchecked` tensors of an import had no
-    checksum in its source.
+    checksum in its source. `replicas` has the names whose copies on several ranks were stored by a
+    rule, with the rule: see `replicas` of `dc.save`.
     """
 
     path: str
@@ -99,6 +100,7 @@ class SaveReport:
     nbytes_linked: int = 0
     num_unchecked: int = 0
     num_sampled: int = 0
+    replicas: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def total_s(self) -> float:
@@ -122,7 +124,8 @@ class SaveReport:
             f"({format_size(_rate(self.nbytes, self.total_s))}/s; "
             f"write {self.slowest_s:.3g} s{_slowest(self.world_size, self.slowest_rank)}"
             f"{f'; {format_size(self.nbytes_linked)} linked' if self.num_linked else ''}"
-            f"{f'; {self.num_sampled} replicas sampled' if self.num_sampled else ''})"
+            f"{f'; {self.num_sampled} replicas sampled' if self.num_sampled else ''}"
+            f"{f'; {len(self.replicas)} names by a rule of replicas=' if self.replicas else ''})"
         )
 
 

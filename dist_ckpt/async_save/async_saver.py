@@ -25,6 +25,7 @@ from dist_ckpt.core.comm.process_group import session_of
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.commit.records.record_store import check_upgraded
 from dist_ckpt.core.loading.load_options import LoadOptions
+from dist_ckpt.core.planning.replica_rules import ReplicaRule
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.arguments import check_number
 from dist_ckpt.core.runtime.processes import find_process
@@ -173,6 +174,7 @@ class AsyncSaver:
         attach: Attachments | None = None,
         link_unchanged: str | Sequence[str] = (),
         check_replicas: CheckReplicas = "sample",
+        replicas: Mapping[str, ReplicaRule] | None = None,
     ) -> SaveHandle:
         """Save a state as the checkpoint at `path`. Collective: every rank calls this.
 
@@ -197,6 +199,7 @@ class AsyncSaver:
             attach=attach,
             link_unchanged=link_unchanged,
             check_replicas=check_replicas,
+            replicas=replicas,
         )
         return self.save_with(state, path, options)
 

@@ -20,6 +20,7 @@ from dist_ckpt.checkpointer.run_session import RunSession, TrainingStopped, open
 from dist_ckpt.checkpointer.save_policy import DEFAULT_SAVE, SavePolicy
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 from dist_ckpt.core.loading.load_options import Sources
+from dist_ckpt.core.planning.replica_rules import ReplicaRule
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.arguments import check_whole
 from dist_ckpt.core.runtime.public_names import refuse_old_parameters
@@ -68,7 +69,8 @@ class Checkpointer:
     attachments of its checkpoint, as for `dc.save`. It is called on rank 0 when the step is saved.
     `include`, `exclude` and `include_frozen` select the part of the state that is saved and
     resumed, as in `dc.save` and `dc.load`. Tensors that match `link_unchanged`, such as frozen
-    weights, are linked instead of written. `check_replicas` is that of `dc.save`.
+    weights, are linked instead of written. `check_replicas` and `replicas`
+    are those of `dc.save`.
 
     With `background` a separate process writes: see `dc.AsyncSaver`. A failed save is logged once,
     with the newest durable checkpoint, and tried again. `on_failure` is "warn", "raise", or a
@@ -104,6 +106,7 @@ class Checkpointer:
         include_frozen: bool = True,
         link_unchanged: str | Sequence[str] = (),
         check_replicas: CheckReplicas = "sample",
+        replicas: Mapping[str, ReplicaRule] | None = None,
         on_commit: Callable[[Checkpoint], object] | None = None,
         on_failure: OnFailure = "warn",
         max_failures: int = 3,
@@ -138,6 +141,7 @@ class Checkpointer:
             include_frozen=include_frozen,
             link_unchanged=link_unchanged,
             check_replicas=check_replicas,
+            replicas=replicas,
             on_commit=on_commit,
             on_failure=on_failure,
             max_failures=max_failures,

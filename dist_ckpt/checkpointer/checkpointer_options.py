@@ -12,6 +12,7 @@ from dist_ckpt.checkpointer.save_policy import SavePolicy
 from dist_ckpt.core.checkpoint.checkpoint import Checkpoint
 from dist_ckpt.core.loading.load_options import LoadOptions, Sources, parse_sources, sources_text
 from dist_ckpt.core.planning.name_selection import parse_patterns
+from dist_ckpt.core.planning.replica_rules import ReplicaRule, parse_replicas
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.arguments import LEAST_POSITIVE, check_flag, check_number, check_whole
 from dist_ckpt.core.runtime.typed_msgpack import Message
@@ -42,6 +43,7 @@ class RunArguments(Message, frozen=True):
     stop_within_s: float
     link_unchanged: tuple[str, ...]
     check_replicas: str
+    replicas: str
     chosen: str
 
 
@@ -66,6 +68,7 @@ class RunOptions:
     include_frozen: bool = True
     link_unchanged: str | Sequence[str] = ()
     check_replicas: CheckReplicas = "sample"
+    replicas: Mapping[str, ReplicaRule] | None = None
     on_commit: Callable[[Checkpoint], object] | None = None
     on_failure: OnFailure = "warn"
     max_failures: int = 3
@@ -94,6 +97,7 @@ class RunOptions:
             kind=self.kind,
             link_unchanged=self.link_unchanged,
             check_replicas=self.check_replicas,
+            replicas=self.replicas,
         )
 
     def check(self) -> None:
@@ -159,5 +163,6 @@ class RunOptions:
             stop_within_s=float(self.stop_within_s),
             link_unchanged=parse_patterns(self.link_unchanged, "link_unchanged"),
             check_replicas=self.check_replicas,
+            replicas=str(parse_replicas(self.replicas)),
             chosen=str(self.load_options().selection()),
         )

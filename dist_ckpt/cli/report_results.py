@@ -124,12 +124,14 @@ class CheckpointReport(DamagedReport, frozen=True):
     num_more_config: int
     num_more_metadata: int
     num_more_per_rank: int
+    num_more_replicas: int
     saved_by: TextPairs
     config: TextPairs
     metadata: TextPairs
     mesh: SizePairs
     attached: SizePairs
     per_rank: SizePairs
+    replicas: TextPairs
     tree: tuple[TreemapBox, ...]
     components: tuple[ComponentSizes, ...]
     dtypes: tuple[DtypeSizes, ...]

@@ -115,6 +115,7 @@ class ShownCheckpoint(JsonObject, frozen=True):
     nbytes_by_component: Sizes
     nbytes_by_dtype: Sizes
     per_rank: Sizes
+    replicas: Mapping[str, str]
     metadata: Mapping[str, Any]
 
 

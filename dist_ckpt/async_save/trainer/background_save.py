@@ -41,7 +41,7 @@ from dist_ckpt.core.saving.agreement import (
     agree,
 )
 from dist_ckpt.core.saving.attachments import read_attached
-from dist_ckpt.core.saving.rank_save import RankSave
+from dist_ckpt.core.saving.rank_save import RankSave, StateReader
 from dist_ckpt.core.saving.save_options import SaveOptions
 from dist_ckpt.core.shard_io.memory.cell_memory import CellReader
 from dist_ckpt.core.shard_io.memory.cuda import SideStreamCopies, check_no_capture
@@ -261,9 +261,10 @@ def save_in_background(
     try:
         with phases.phase("agree"):
             job.remove_stale_folders(has_all_ranks=True)
+            read_state = options.with_means(session, state)
             prepared, save_id, _ = agree(
                 session,
-                partial(_prepare_save, session, job, start, options, state, path),
+                partial(_prepare_save, session, job, start, options, read_state, path),
                 partial(_make_room_and_choose_id, options),
                 SaveAgreement[str],
             )
@@ -348,7 +349,7 @@ def _prepare_save(
     job: Job,
     start: StartDecision,
     options: SaveOptions,
-    state: State,
+    state: State | StateReader,
     path: str | os.PathLike[str],
 ) -> _BackgroundPreparation:
     options.check()

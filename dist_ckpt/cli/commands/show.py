@@ -81,6 +81,7 @@ def _print_summary(summary: CheckpointSummary, values: list[str], damage: str) -
         lines.append(("parameters", counts))
     lines += _size_lines("component", summary.nbytes_by_component)
     lines += _size_lines("dtype", summary.nbytes_by_dtype)
+    lines += [("replicas", f"{fqn}: {rule}") for fqn, rule in summary.replicas.items()]
     for fqn, num in summary.per_rank.items():
         lines.append(("per rank", f"{fqn}: {format_count(num, 'key')}"))
     lines += [("attached", f"{name}: {format_size(num)}") for name, num in summary.attached.items()]

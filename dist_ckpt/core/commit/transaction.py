@@ -36,6 +36,7 @@ from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Catalog, Index
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.format.strict_json import Scalar
+from dist_ckpt.core.planning.name_selection import escape_pattern
 from dist_ckpt.core.planning.plan import FileReceipt, Receipt, ReplicaDigests
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.storage import Storage
@@ -154,6 +155,7 @@ class Transaction:
         self._has_ended = False
         self._step: int | None = None
         self._num_tensors = 0
+        self._replicas: Mapping[str, str] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -243,6 +245,7 @@ class Transaction:
         the other ranks, then raises the interrupt.
         """
         self._step, self._num_tensors = fields.step, len(encoded_catalog.catalog.tensors)
+        self._replicas = encoded_catalog.catalog.replicas
         try:
             decision = self._write(encoded_catalog, fields, write, to_plan_ranks)
         except NoAnswerError as error:
@@ -410,6 +413,7 @@ class Transaction:
             storage_reads=reads,
             storage_writes=writes,
             num_sampled=num_sampled,
+            replicas=self._replicas,
             **asdict(decision),
         )
         phases.done(report)
@@ -440,8 +444,16 @@ def _unequal_replicas_text(groups_by_rank: Sequence[Mapping[str, Mapping[str, st
     return (
         f"ranks hold different values under the same name: {listed(unequal, '; ')}. A name is "
         f"stored once, so its value must be equal on all ranks: broadcast the value first, or "
-        f"{remedy}."
+        f"{remedy}. To save all the same, say what is stored: {_replicas_option(ranks_by_digest)} "
+        f'for the copy of the lowest rank, or "mean" or "per_rank"'
     )
+
+
+def _replicas_option(ranks_by_digest: Mapping[str, Mapping[str, object]]) -> str:
+    """Return the option `replicas` for the first name that differs. Cells have names with [...]."""
+    names = (name for name, by_digest in ranks_by_digest.items() if len(by_digest) > 1)
+    name = next(names, "")
+    return f'replicas={{{escape_pattern(name.rpartition("[")[0] or name)!r}: "rank0"}}'
 
 
 def _describe_neighbours(storage: Storage, path: str) -> str:

@@ -21,6 +21,7 @@ from dist_ckpt.core.format.geometry import (
 )
 from dist_ckpt.core.format.index.index import Catalog, Key, Node
 from dist_ckpt.core.format.shard_file import HeaderText, StoredShard
+from dist_ckpt.core.planning.replica_rules import ReplicaRule
 from dist_ckpt.core.planning.tensor_views import View
 from dist_ckpt.core.runtime.typed_msgpack import Message
 
@@ -69,6 +70,7 @@ class Inventory(Message, frozen=True):
     # (model, path of a module, its entry as JSON), as in `Catalog.versions`; None if unknown
     versions: tuple[tuple[str, str, str], ...] | None = None
     has_text_keys: bool = False  # DCP has flattened the state
+    replicas: tuple[tuple[str, ReplicaRule], ...] = ()  # (fqn, rule)
 
 
 # --- saving ----------------------------------------------------------------------------------

@@ -388,8 +388,8 @@ def plan_reshard(
     }
     # A tensor that a rule of `config` cuts plainly is still fused.
     fused = {**catalog.fused, **plan.catalog.fused}
-    whole = replace(plan.catalog, per_rank=per_rank, fused=fused, versions=catalog.versions)
-    return replace(plan, catalog=whole)
+    described = replace(plan.catalog, per_rank=per_rank, fused=fused, versions=catalog.versions)
+    return replace(plan, catalog=replace(described, replicas=catalog.replicas))
 
 
 def _is_partitioned(config: ShardingConfig, parameter: tuple[str, Shape] | None) -> bool:

@@ -380,4 +380,9 @@ def _join_catalogs(
         parameters={fqn: parameters[fqn] for fqn in tensors if fqn in parameters},
         fused=fused,
         versions=join_versions(live.versions, source.versions, tensors),
+        replicas={**_select_rules(source, names), **live.replicas},
     )
+
+
+def _select_rules(source: Catalog, names: CarriedNames) -> dict[str, str]:
+    return {fqn: rule for fqn, rule in source.replicas.items() if fqn in names.all}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -158,6 +159,16 @@ class RankSave:
         if link_unchanged:
             rank_save._separate_files(link_unchanged)
         return rank_save
+
+    def map_state(self, change: Callable[[LocalState], LocalState]) -> RankSave:
+        """Return a save of this state with changes to its inventory, values or memory."""
+        local = replace(
+            self.local_state, inventory=self.inventory, pattern_problems=self.pattern_problems
+        )
+        changed = copy(self)
+        changed.local_state = local = change(local)
+        changed.inventory, changed.pattern_problems = local.inventory, local.pattern_problems
+        return changed
 
     def _separate_files(self, patterns: tuple[str, ...]) -> None:
         """Give each matching tensor a separate file, which later saves can link to."""

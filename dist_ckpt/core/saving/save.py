@@ -24,6 +24,7 @@ from dist_ckpt.core.commit.records.recorded_checks import find_recorded_damage
 from dist_ckpt.core.commit.transaction import RankWriteResult, Transaction
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.planning.plan import FileReceipt, Inventory
+from dist_ckpt.core.planning.replica_rules import ReplicaRule
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.saving.agreement import (
@@ -64,6 +65,7 @@ def save(
     link_unchanged: str | Sequence[str] = (),
     carry_over: LoadReport | None = None,
     check_replicas: CheckReplicas = "sample",
+    replicas: Mapping[str, ReplicaRule] | None = None,
 ) -> SaveReport:
     """Save a state as the checkpoint at `path`. Collective: every rank of `group` calls this.
 
@@ -104,6 +106,11 @@ def save(
     256 MiB of each group of ranks in full. `check_replicas="all"` compares every byte in each save:
     every rank reads all its copies, however many ranks have them.
 
+    A save fails if copies differ. `replicas` maps patterns of names to rules. "rank0" stores the
+    copy of the lowest rank that has it, and "mean" the mean of all copies, for floating types.
+    "per_rank" stores each rank's own copy, which loads only on as many ranks. The first pattern
+    that matches decides. The report and the checkpoint list the names.
+
     Raises ValueError or TypeError for a state that cannot be saved, for differences between ranks,
     and for a pattern that matches nothing. Raises ExistsError, ConflictError and StorageError.
     Raises RankError if a rank dies or does not call `save`.
@@ -122,6 +129,7 @@ def save(
         link_unchanged=link_unchanged,
         carry_over=carry_over,
         check_replicas=check_replicas,
+        replicas=replicas,
     )
     return save_together(session_of(group), state, path, options)
 
@@ -141,6 +149,7 @@ def save_together(
     ):
         phases = Phases("save", str(path), quiet=session.channel.rank != COORDINATOR)
         with phases.phase("agree"):
+            state = options.with_means(session, state)
             source = None
             if options.carry_over is not None:
                 source = open_source(session, options.carry_over, options.exclude, storage)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf, isfinite
 from typing import Literal, get_args
 
@@ -19,11 +20,13 @@ from dist_ckpt.core.format.objects.plain_codec import check_plain, encode_value
 from dist_ckpt.core.format.strict_json import Scalar, is_text
 from dist_ckpt.core.planning.name_selection import Selection, parse_patterns, parse_selection
 from dist_ckpt.core.planning.plan import ReplicaDigests
+from dist_ckpt.core.planning.replica_rules import ReplicaRule, parse_replicas
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.arguments import check_flag, check_whole
 from dist_ckpt.core.saving.agreement import AgreedPlan, SaveArguments
 from dist_ckpt.core.saving.attachments import Attachments, ReadAttachments
 from dist_ckpt.core.saving.rank_save import FIRST_NBYTES, RankSave, StateReader
+from dist_ckpt.core.saving.replica_copies import apply_replica_rules, average_replicas
 from dist_ckpt.core.state.tree.containers import State
 from dist_ckpt.reports import LoadReport
 
@@ -61,6 +64,7 @@ class SaveOptions:
     link_unchanged: str | Sequence[str] = ()
     carry_over: LoadReport | None = None
     check_replicas: CheckReplicas = "sample"
+    replicas: Mapping[str, ReplicaRule] | None = None
     incarnation: Incarnation | None = None
     boundary: int | None = None
     is_urgent: Callable[[], bool] = lambda: False
@@ -82,6 +86,7 @@ class SaveOptions:
         parse_patterns(self.link_unchanged, "link_unchanged")
         if self.check_replicas not in get_args(CheckReplicas):
             raise ValueError(f'check_replicas={self.check_replicas!r}: give "sample" or "all"')
+        parse_replicas(self.replicas)
 
     def all_metadata(self) -> dict[str, object]:
         """Return the metadata with `config` and `kind` in it."""
@@ -90,7 +95,27 @@ class SaveOptions:
     def read_rank(self, session: Session, state: State | StateReader) -> RankSave:
         """Read this rank's state. ValueError or TypeError if it cannot be saved."""
         link_unchanged = parse_patterns(self.link_unchanged, "link_unchanged")
-        return RankSave.read(session, state, self.sharding, self.selection(), link_unchanged)
+        rank_save = RankSave.read(session, state, self.sharding, self.selection(), link_unchanged)
+        rules = parse_replicas(self.replicas)
+        if not rules.rules or isinstance(state, StateReader):
+            return rank_save
+        channel = session.channel
+        return rank_save.map_state(
+            partial(
+                apply_replica_rules, rules=rules, rank=channel.rank, world_size=channel.world_size
+            )
+        )
+
+    def with_means(self, session: Session, state: State | StateReader) -> State | StateReader:
+        """Return the state with the means of replicas, if a rule asks for some. Collective."""
+        if not isinstance(self.replicas, Mapping) or "mean" not in self.replicas.values():
+            return state
+
+        def read() -> RankSave:
+            self.check()
+            return self.read_rank(session, state)
+
+        return average_replicas(session, read)
 
     def selection(self) -> Selection:
         """Return the selection of the names to save. Raises TypeError or ValueError."""
@@ -108,13 +133,15 @@ class SaveOptions:
         """Return the arguments of a rank with these options, after `check`."""
         digests = tuple((name, document_digest(data)) for name, data in sorted(attached.items()))
         linked = parse_patterns(self.link_unchanged, "link_unchanged")
+        links = f"link_unchanged={[*linked]}" if linked else ""
+        texts = (str(self.selection()), links, str(parse_replicas(self.replicas)))
         return SaveArguments(
             step=self.step,
             path=path,
             overwrite=self.overwrite,
             metadata=document_digest(encode_value(self.all_metadata())),
             attached=digests,
-            selection=f"{self.selection()}{f' link_unchanged={[*linked]}' if linked else ''}",
+            selection=" ".join(filter(None, texts)),
             root="" if self.incarnation is None else self.incarnation.root,
             incarnation_number=0 if self.incarnation is None else self.incarnation.number,
             boundary=self.boundary,

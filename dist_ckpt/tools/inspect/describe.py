@@ -53,6 +53,7 @@ class CheckpointSummary:
     nbytes_by_component: Mapping[str, int]
     nbytes_by_dtype: Mapping[str, int]
     per_rank: Mapping[str, int]
+    replicas: Mapping[str, str]
     attached: Mapping[str, int]
     metadata: Mapping[str, Json]
     config: Mapping[str, object] | None
@@ -94,6 +95,7 @@ def summarize(ck: Checkpoint) -> CheckpointSummary:
         nbytes_by_component=dict(components),
         nbytes_by_dtype=dict(dtypes),
         per_rank={fqn: len(keys) for fqn, keys in catalog.per_rank.items()},
+        replicas=dict(catalog.replicas),
         attached=dict(ck.attached),
         metadata=dict(index.metadata),
         config=config,

@@ -157,6 +157,7 @@ def _read_contents(ck: Checkpoint) -> dict[str, Json]:
         {name: value for name, value in summary.metadata.items() if name not in (CONFIG, KIND)}
     )
     per_rank, num_more_per_rank = limit_rows([clip(f), num] for f, num in summary.per_rank.items())
+    replicas, num_more_replicas = _text_pairs(summary.replicas)
     problem = summary.config_problem
     return {
         **_select(summary, "step", "kind", "attempt", "saved_at", "world_size", "nbytes"),
@@ -178,6 +179,8 @@ def _read_contents(ck: Checkpoint) -> dict[str, Json]:
         "num_more_metadata": num_more_metadata,
         "per_rank": per_rank,
         "num_more_per_rank": num_more_per_rank,
+        "replicas": replicas,
+        "num_more_replicas": num_more_replicas,
     }
 
 

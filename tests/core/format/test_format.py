@@ -1,5 +1,6 @@
 """docs/format.md says what the code does, and its reader reads what the code writes."""
 
+import json
 import re
 from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import replace
@@ -288,6 +289,30 @@ def test_the_golden_index_of_modules_with_versions_is_decoded_and_encoded_for_ev
             decode(strict_json.seal(text))
 
 
+def test_the_golden_index_of_ruled_replicas_is_decoded_and_encoded_for_ever():
+    plain = decode((GOLDEN / "version-1/a2-0123456789abcdef/index.json").read_bytes())
+    data = (GOLDEN / "version-1-replicas" / "index.json").read_bytes()
+    assert isinstance(plain, Index)
+    assert not plain.catalog.replicas
+    per_rank = dict.fromkeys(plain.catalog.per_rank, "per_rank")
+    replicas = {"w": "rank0", "pinwheel": "mean", **per_rank}
+    index = replace(plain, catalog=replace(plain.catalog, replicas=replicas))
+    assert decode(data) == index
+    assert encode(index) == data
+
+
+@pytest.mark.parametrize("replicas", [{"w": "first"}, {"nothing": "rank0"}, {"w": "per_rank"}])
+def test_a_rule_of_replicas_that_no_save_writes_is_damage(replicas):
+    plain = decode((GOLDEN / "version-1/a2-0123456789abcdef/index.json").read_bytes())
+    assert isinstance(plain, Index)
+    wrong = {"no-name": "rank0"} if "nothing" in replicas else replicas
+    data = encode(replace(plain, catalog=replace(plain.catalog, replicas={"w": "rank0"})))
+    body = data.replace(b'"replicas":{"w":"rank0"}', f'"replicas":{json.dumps(wrong)}'.encode())
+    body = body[: body.rindex(b',"digest"')]
+    with pytest.raises(CorruptError, match="replicas gives"):
+        decode(strict_json.seal(body))
+
+
 def contents(path):
     return {str(f.relative_to(path)): f.read_bytes() for f in path.rglob("*") if f.is_file()}
 
@@ -315,7 +340,7 @@ def test_the_table_of_extension_types_is_that_of_the_code():
 
 def test_the_fields_of_the_index_are_those_of_the_code():
     attached = (AttachedFileRecord("a", 1, "0f" * 16),)
-    catalog = replace(CATALOG, fused={"w": Fusion(1, (2, 3))}, versions={})
+    catalog = replace(CATALOG, fused={"w": Fusion(1, (2, 3))}, versions={}, replicas={"w": "rank0"})
     index = Index("a1-" + "0" * 16, 1, catalog, (), (), {}, {}, 1.5, "0f" * 16, attached)
     section = TEXT[TEXT.index("## 4.") : TEXT.index("An abandoned attempt's")]
     assert re.findall(r"^\| `(\w+)`", section, re.MULTILINE) == re.findall(

@@ -87,6 +87,8 @@ class Catalog:
     # The versions of each model's modules, by its name in the state. None if they are unknown, as
     # in checkpoints from before 2026-12. A model that is not listed has no versions.
     versions: Mapping[str, ListedVersions] | None = None
+    # fqn -> the rule of the save for its copies on several ranks: "rank0", "mean" or "per_rank"
+    replicas: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -44,7 +44,9 @@ from dist_ckpt.core.format.index.index import (
 from dist_ckpt.core.format.index.tensor_ranges import (
     decode_fused,
     decode_parameters,
+    decode_replicas,
     encode_fused,
+    encode_replicas,
     parameter_ranges,
 )
 from dist_ckpt.core.format.objects import objects_file
@@ -85,7 +87,7 @@ _MAX_LOOKUPS = 1 << 28
 
 CATALOG_FIELDS = (
     *("world_size", "mesh", "components", "holders", "layouts"),
-    *("tensors", "aliases", "values", "per_rank", "parameters", "fused", "versions"),
+    *("tensors", "aliases", "values", "per_rank", "parameters", "fused", "versions", "replicas"),
 )
 _INDEX_FIELDS = (
     *("format", "state", "attempt", "save", "step", *CATALOG_FIELDS),
@@ -175,6 +177,7 @@ def encode_catalog(catalog: Catalog) -> dict[str, Json]:
         layouts.append({**_encode_cut(layout.cut), "holders": number})
     fused = encode_fused(catalog)
     known = {} if catalog.versions is None else {"versions": _encode_versions(catalog.versions)}
+    replicas = encode_replicas(catalog)
     return {
         "world_size": catalog.world_size,
         "mesh": [[name, size] for name, size in catalog.mesh],
@@ -194,6 +197,7 @@ def encode_catalog(catalog: Catalog) -> dict[str, Json]:
         "parameters": [[*row] for row in parameter_ranges(catalog.tensors, catalog.parameters)],
         **({"fused": fused} if fused else {}),
         **known,
+        **({"replicas": replicas} if replicas else {}),
     }
 
 
@@ -256,9 +260,9 @@ def decode(
         return Abandoned(_decode_attempt(attempt, label), string(by, label), string(reason, label))
     if state != "committed":
         raise corrupt_error(label, f"state {quote(state)} is neither committed nor abandoned")
-    # Before 2026-12 there was no `save`, `parameters`, `fused` or `versions`.
+    # Before 2026-12 there was no `save`, `parameters`, `fused`, `versions` or `replicas`.
     absent: dict[str, Json] = {"save": None, "parameters": [], "fused": [], "attached": []}
-    fields({**absent, "versions": None, **doc}, _INDEX_FIELDS, label)
+    fields({**absent, "versions": None, "replicas": {}, **doc}, _INDEX_FIELDS, label)
     catalog = cached.catalog if cached and around else decode_catalog(doc, tensors, label)
     return _decode_index(doc, catalog, label)
 
@@ -447,6 +451,7 @@ def decode_catalog(doc: Mapping[str, Json], tensors_text: bytes, label: str) -> 
         values=values,
         per_rank=per_rank,
         parameters=decode_parameters(doc.get("parameters", []), [*tensors], label),
+        replicas=decode_replicas(doc.get("replicas", {}), (tensors, values, per_rank), label),
         fused=decode_fused(doc.get("fused", []), tensors, f"{label}, fused"),
         versions=_decode_versions(doc["versions"], label) if "versions" in doc else None,
     )

@@ -1,4 +1,4 @@
-"""What an index says of some of its tensors: which are parameters, and which are fused.
+"""What an index says of some of its tensors: which are parameters, or fused, or differed.
 
 Tensors are numbered in their order. Each table lists ranges of successive numbers, because equal
 tensors mostly follow each other.
@@ -18,7 +18,10 @@ from dist_ckpt.core.format.strict_json import (
     corrupt_error,
     integer,
     integers,
+    mapping,
+    quote,
     row,
+    string,
 )
 
 V = TypeVar("V")
@@ -80,3 +83,25 @@ def decode_fused(value: Json, tensors: Mapping[str, TensorRecord], label: str) -
                 raise corrupt_error(label, f"{fqn!r} of shape {[*shape]} has no such pieces")
             fused[fqn] = fusion
     return fused
+
+
+def encode_replicas(catalog: Catalog) -> dict[str, Json]:
+    """Return the rule of each name that the catalog has."""
+    names = {*catalog.names} if catalog.replicas else set[str]()
+    return {fqn: rule for fqn, rule in catalog.replicas.items() if fqn in names}
+
+
+def decode_replicas(
+    value: Json, tables: tuple[Mapping[str, object], ...], label: str
+) -> dict[str, str]:
+    """Return the rule of each name. `tables`: tensors, values, per-rank values. CorruptError."""
+    tensors, values, per_rank = tables
+    rules: dict[str, str] = {}
+    if value == {}:
+        return rules
+    names = {"rank0": {*tensors, *values}, "mean": {*tensors}, "per_rank": {*per_rank}}
+    for fqn, rule in mapping(value, f"{label}, replicas").items():
+        if fqn not in names.get(string(rule, f"{label}, replicas"), ()):
+            raise corrupt_error(label, f"replicas gives {quote(rule)} to {fqn!r}")
+        rules[fqn] = str(rule)
+    return rules

@@ -39,6 +39,7 @@ from dist_ckpt.core.format.index.index import (
 )
 from dist_ckpt.core.planning.module_versions import merge_versions
 from dist_ckpt.core.planning.plan import Inventory, NameList
+from dist_ckpt.core.planning.replica_rules import ReplicaRule
 from dist_ckpt.core.planning.tensor_views import (
     Flattened,
     Fused,
@@ -227,6 +228,11 @@ def merge_parameters(distinct: Sequence[DistinctInventory]) -> dict[str, bool]:
             if canonical in trainable:  # other ranks may store the alias separately
                 trainable[fqn] = trainable[canonical] or trainable.get(fqn, False)
     return trainable
+
+
+def merge_replica_rules(distinct: Sequence[DistinctInventory]) -> dict[str, ReplicaRule]:
+    """Return the rule of each name. All ranks have the same rules."""
+    return {fqn: rule for sent in distinct for fqn, rule in sent.inventory.replicas}
 
 
 def merge_fused(distinct: Sequence[DistinctInventory]) -> dict[str, Fusion]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from dist_ckpt.core.format import filenames
@@ -34,6 +34,7 @@ from dist_ckpt.core.planning.plan import (
     SavePlan,
     TensorEntry,
 )
+from dist_ckpt.core.planning.replica_rules import ReplicaRule
 from dist_ckpt.core.planning.save import inventories
 from dist_ckpt.core.planning.save.balance import TensorOwnership, balance, cell_numels
 from dist_ckpt.core.planning.save.inventories import RankView, difference_text, merge_views
@@ -74,6 +75,8 @@ def plan_save(
             f"the states of the ranks do not make one checkpoint:{listed}\n"
             f"Make the ranks agree, or {remedy}."
         )
+    rules = inventories.merge_replica_rules(distinct)
+    tensors, first_copies = _apply_replica_rules(tensors, rules)
     stored = balance(
         [TensorOwnership(fqn, DTYPES[t.dtype].itemsize, t.layout) for fqn, t in tensors.items()],
         world_size,
@@ -95,6 +98,10 @@ def plan_save(
     components, linkable = inventories.split_off_linkable(components, records, fqns)
     value_holders = inventories.find_value_holders(distinct)
     per_rank_holders = inventories.find_key_holders(distinct)
+    first_values = frozenset(
+        fqn for fqn, ranks in value_holders.items() if rules.get(fqn) == "rank0" and len(ranks) > 1
+    )
+    value_holders |= {fqn: value_holders[fqn][:1] for fqn in first_values}
     trained = inventories.merge_parameters(distinct)
     catalog = Catalog(
         world_size=world_size,
@@ -111,6 +118,11 @@ def plan_save(
         parameters={fqn: trained[fqn] for fqn in records if fqn in trained} if trained else {},
         fused=inventories.merge_fused(distinct),
         versions=inventories.merge_module_versions(distinct),
+        replicas={
+            fqn: rule
+            for fqn, rule in rules.items()
+            if fqn in first_copies or fqn in first_values or rule == "per_rank"
+        },
     )
     unsplit = {fqn: t.layout for fqn, t in tensors.items() if stored[fqn][0] is not t.layout}
     return SavePlan(
@@ -407,6 +419,29 @@ def _find_disagreements(
         for label, values in (("dtype", dtypes), ("component", components))
         if len({value for value, _ in values}) > 1
     ]
+
+
+def _apply_replica_rules(
+    tensors: Mapping[str, _Tensor], rules: Mapping[str, ReplicaRule]
+) -> tuple[dict[str, _Tensor], frozenset[str]]:
+    """Give the lowest rank that has a copy all of it under the rule "rank0".
+
+    Return the tensors, and the names of those with a rule and copies.
+    """
+    with_copies = frozenset(
+        fqn
+        for fqn in rules
+        if fqn in tensors and any(len(ranks) > 1 for ranks in tensors[fqn].layout.holders)
+    )
+    layouts: dict[int, Layout] = {}
+    ruled = dict(tensors)
+    for fqn in sorted(with_copies):
+        layout = tensors[fqn].layout
+        if rules[fqn] == "rank0":
+            if id(layout) not in layouts:
+                layouts[id(layout)] = Layout(layout.cut, tuple(r[:1] for r in layout.holders))
+            ruled[fqn] = replace(tensors[fqn], layout=layouts[id(layout)])
+    return ruled, with_copies
 
 
 # --- one rank's part -------------------------------------------------------------------------

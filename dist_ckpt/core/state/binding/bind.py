@@ -25,7 +25,7 @@ from dist_ckpt.core.planning.name_selection import Selection
 from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.runtime.processes import paused_collector
 from dist_ckpt.core.shard_io.memory.cell_memory import Target
-from dist_ckpt.core.state.binding.bind_context import BindContext, Loadable, live_children
+from dist_ckpt.core.state.binding.bind_context import BindContext, Loadable
 from dist_ckpt.core.state.binding.bind_modules import bind_module
 from dist_ckpt.core.state.binding.bind_optimizers import bind_optimizer
 from dist_ckpt.core.state.binding.conversions import is_in
@@ -34,7 +34,7 @@ from dist_ckpt.core.state.binding.required_keys import find_missing_keys, read_k
 from dist_ckpt.core.state.binding.sources.rename import suggest_rules
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, build_saved_tree
 from dist_ckpt.core.state.binding.targets import PlacementHint
-from dist_ckpt.core.state.binding.template import Template, read_template
+from dist_ckpt.core.state.binding.template import Template, live_children, read_template
 from dist_ckpt.core.state.binding.values import (
     FixedValue,
     NewContainer,
@@ -100,8 +100,8 @@ class Binding:
     - `missing`: names of the state that the checkpoint lacks.
     - `unrequested`: saved names, as in the catalog, that this rank's state does not have. A name
       that is unrequested on every rank is unexpected (see `unexpected_problem`).
-    - `unrequested_parts`: tensors that a rename makes, and that this rank's state does not have,
-      though it may have other parts of the same saved tensor.
+    - `unrequested_parts`: tensors that a rename makes, and that this rank's state does not have. It
+      may have other parts of the same saved tensor.
     - `dropped`: names that a policy or a rename left out.
     - `assumed`: texts about what the load assumes, and `warnings`: about what may be wrong.
     - `dequantized`: names of 8-bit weights that are multiplied by their scales.
@@ -384,7 +384,7 @@ def _bind_versions(context: BindContext, name: str, live: object) -> None:
 
 
 def _bind_tensor(context: BindContext, name: str, leaf: TensorLeaf) -> Value | None:
-    if not context.request_tensor(name):
+    if context.request_copy(name, leaf) or not context.request_tensor(name):
         return None
     value = context.targets.request_fill(name, leaf)
     return None if value is leaf.value else FixedValue(value)
@@ -396,7 +396,9 @@ def _bind_plain(context: BindContext, name: str, live: object) -> Value | None:
         return _bind_empty(context, name, live)
     if not context.selected_leaves(name) and not context.is_selected(name):
         return None
-    if context.is_selected(name) and (value := context.request_value(name)) is not None:
+    has_copies = context.saved.has_copies(name)
+    request = context.request_own_copy if has_copies else context.request_value
+    if context.is_selected(name) and ((value := request(name)) is not None or has_copies):
         return value
     entries = container_entries(live)
     if not context.is_container(name) or (entries is None and not isinstance(live, Mapping)):
@@ -495,7 +497,8 @@ def _bind_object(
     is_inner: bool = False,
 ) -> None:
     """Request the complete state of an object: its class decides which part it loads."""
-    if context.is_selected(name) and context.saved.per_rank_keys(name) is not None:
+    is_per_rank = context.saved.per_rank_keys(name) is not None
+    if context.is_selected(name) and is_per_rank and not context.saved.has_copies(name):
         remedy = "load it in a dc.PerRank, as it was saved"
         context.report_mismatch(name, f"a {type(leaf.owner).__name__}", remedy)
         return

@@ -15,8 +15,14 @@ from dist_ckpt.core.state.binding.dequantizer import Casting
 from dist_ckpt.core.state.binding.new_subclasses import new_subclass_tensor
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, format_mesh
 from dist_ckpt.core.state.binding.targets import FillTargets, PlacementHint
-from dist_ckpt.core.state.binding.template import Template
-from dist_ckpt.core.state.binding.values import FixedValue, NewContainer, Value
+from dist_ckpt.core.state.binding.template import Template, has_entries, live_children, live_value
+from dist_ckpt.core.state.binding.values import (
+    FixedValue,
+    NewContainer,
+    Value,
+    new_own_copy,
+    own_copy_setter,
+)
 from dist_ckpt.core.state.tensors.local_tensors import class_name
 from dist_ckpt.core.state.tensors.locate_tensor import is_meta
 from dist_ckpt.core.state.tensors.tensor_subclasses import difference
@@ -26,11 +32,9 @@ from dist_ckpt.core.state.tree.containers import (
     child_name,
     container_entries,
     container_kind,
-    is_mapping,
 )
 from dist_ckpt.core.state.tree.live_keys import is_integer_text, match_keys
 from dist_ckpt.core.state.tree.state_tree import (
-    Branch,
     ModuleLeaf,
     ObjectLeaf,
     OptimizerLeaf,
@@ -386,6 +390,40 @@ class BindContext:
             return reshard
         return None
 
+    def request_copy(self, name: str, leaf: TensorLeaf) -> bool:
+        """Fill a tensor with the copy that this rank has saved. Return False if there is none.
+
+        The value is read now. It is copied after the tensors are read.
+        """
+        if not self.saved.has_copies(name) or not self.is_selected(name):
+            return False
+        if (saved := self.request_own_copy(name)) is not None:
+            try:
+                parts = self.targets.local_parts(name, leaf.value)
+                copy = own_copy_setter(name, parts, saved.value)
+            except (TypeError, ValueError) as error:
+                self.problems.append(str(error))
+            else:
+                self.value_setters.append(copy)
+        return True
+
+    def request_own_copy(self, name: str) -> FixedValue | None:
+        """Request the value that this rank has saved. Report it if the ranks are not the same."""
+        keys = {key for key, _ in self.saved.per_rank_keys(name) or ()}
+        rank, world_size = self.template.rank, self.template.world_size
+        ranks = {key for key in keys if isinstance(key, int) and key < world_size}
+        if rank in keys and ranks == keys and self._is_same_mesh(name):
+            return self._request_key(name, rank)
+        self.mark_requested(name)
+        catalog = self.saved.catalog_of(name)
+        self.problems.append(
+            f'{name}: saved with a copy of each rank (replicas="per_rank") by {len(keys)} of '
+            f"{catalog.world_size} ranks (mesh {format_mesh(catalog.mesh)}), the state is on "
+            f"{world_size} (mesh {format_mesh(self._live_mesh())}): the copy of one rank has no "
+            "meaning for another. Load on the same ranks, or exclude it"
+        )
+        return None
+
     def _request_unwrapped(self, name: str, keys: set[Key]) -> FixedValue | None:
         """Request a per-rank value for which the state has no wrapper, if its keys are ranks."""
         if keys == {*range(self.template.world_size)} and self._is_same_mesh(name):
@@ -421,7 +459,7 @@ class BindContext:
         like the parameter of `hint`, or whole in host memory. An object of `tree` loads what was
         saved, and is the value itself. Return None if no name is selected.
         """
-        if _has_entries(tree):
+        if has_entries(tree):
             self.live_objects.add(name)
         if isinstance(tree, ObjectLeaf | ModuleLeaf | OptimizerLeaf) and self._fits(name, tree):
             is_needed = self.selected_leaves(name) or self.is_selected(name)
@@ -461,7 +499,7 @@ class BindContext:
 
     def _class_like(self, tree: Tree | None) -> object:
         """Return the live container whose class a new one gets, as DCP does not store classes."""
-        live = _live_value(tree)
+        live = live_value(tree)
         # `dc.save` stores the class of a container, and no Counter as one.
         return live if self.saved.has_text_keys or type(live) is Counter else None
 
@@ -513,54 +551,47 @@ class BindContext:
         content = leaf.content if isinstance(leaf, ObjectLeaf) else None
         return isinstance(content, PlainLeaf) and not isinstance(content.value, Mapping)
 
+    def _request_saved_tensor(
+        self, name: str, leaf: Tree | None, hint: PlacementHint | None
+    ) -> Value:
+        self.restore(name)
+        if isinstance(leaf, TensorLeaf) and self.targets.can_fill(name, leaf):
+            return FixedValue(self.targets.request_fill(name, leaf))
+        if hint is None:
+            return self.targets.request_whole(name)
+        return self.targets.request_like(name, hint)
+
     def _request_leaf(
         self, name: str, leaf: Tree | None, hint: PlacementHint | None
     ) -> Value | None:
         if not self.is_selected(name) or self.targets.dequantizer.drops(name):
             return None
         if self.saved.tensor(name) is not None:
-            self.restore(name)
-            if isinstance(leaf, TensorLeaf) and self.targets.can_fill(name, leaf):
-                return FixedValue(self.targets.request_fill(name, leaf))
-            return (
-                self.targets.request_whole(name)
-                if hint is None
-                else self.targets.request_like(name, hint)
-            )
+            return self._request_saved_tensor(name, leaf, hint)
         if (keys := self.saved.per_rank_keys(name)) is None:
             return self.request_value(name)
         if isinstance(leaf, PerRank | RNG):
             self.live_objects.add(name)
             return self.bind_inner(self, name, leaf, hint)
+        if self.saved.has_copies(name):
+            return self._request_new_copy(name, leaf, hint)
         return self._request_unwrapped(name, {key for key, _ in keys})
 
-
-def live_children(tree: Tree | None) -> Mapping[PathKey, Tree]:
-    """Return the children of a tree, also those of a container without tensors."""
-    if not isinstance(tree, PlainLeaf):
-        return children_of(tree)
-    live = tree.value
-    entries = live if isinstance(live, Mapping) else container_entries(live) or {}
-    return {key: PlainLeaf(value) for key, value in entries.items()}
-
-
-def _live_value(tree: Tree | None) -> object:
-    """Return the container of the user that a tree was read from; None for anything else."""
-    match tree:
-        case PlainLeaf():
-            return tree.value
-        case Branch():
-            return tree.live
-    return None
-
-
-def _has_entries(tree: Tree | None) -> bool:
-    """Return True for an object, and for a mapping that is not empty."""
-    if isinstance(tree, PlainLeaf):
-        return isinstance(tree.value, Mapping) and bool(tree.value)
-    if isinstance(tree, Branch):
-        return is_mapping(tree.kind) and bool(tree.children)
-    return isinstance(tree, ObjectLeaf | ModuleLeaf | OptimizerLeaf)
+    def _request_new_copy(
+        self, name: str, leaf: Tree | None, hint: PlacementHint | None
+    ) -> Value | None:
+        """Request this rank's copy in a tensor of the state, or as a new value."""
+        if isinstance(leaf, TensorLeaf):
+            self.request_copy(name, leaf)
+            return FixedValue(leaf.value)
+        if (saved := self.request_own_copy(name)) is None or hint is None:
+            return saved
+        try:
+            copy = new_own_copy(name, saved.value, hint.parameter, on_host=hint.on_host)
+            return FixedValue(copy)
+        except (TypeError, ValueError) as error:
+            self.problems.append(str(error))
+            return None
 
 
 def _list_keys(keys: Sequence[Key]) -> str:

@@ -26,7 +26,7 @@ from dist_ckpt.core.state.module_tensors import (
     without_swaps,
 )
 from dist_ckpt.core.state.tensors.local_tensors import PLAIN, dtype_name, torch_dtype
-from dist_ckpt.core.state.tensors.locate_tensor import is_meta
+from dist_ckpt.core.state.tensors.locate_tensor import is_meta, materialize
 from dist_ckpt.core.state.tree.containers import child_name
 from dist_ckpt.core.state.tree.state_tree import (
     ModuleLeaf,
@@ -111,18 +111,29 @@ def _bind_live(
         leaf = TensorLeaf(live) if type(live) in PLAIN else read_tensor(live, full)
         if isinstance(leaf, SubclassLeaf):
             context.request_subclass(full, leaf)
-        elif context.request_tensor(full):
-            # Tied meta parameters become one new tensor: reuse it under its second name.
-            if id(live) in created:
-                leaf = replace(leaf, value=created[id(live)])
-            value = context.targets.request_fill(full, leaf)
-            if is_meta(live):
-                assigned[name] = created[id(live)] = value
+            continue
+        # Tied meta parameters become one new tensor: reuse it under its second name.
+        value = _fill_live(context, full, leaf, created.get(id(live)))
+        if value is not None and is_meta(live):
+            assigned[name] = created[id(live)] = value
     for name in tied:
         context.restored[child_name(fqn, name)] = None
         if (twin := created.get(id(state.live[name]))) is not None:
             assigned[name] = twin
     return assigned
+
+
+def _fill_live(
+    context: BindContext, full: str, leaf: TensorLeaf, twin: object | None
+) -> object | None:
+    """Request a live tensor; return it or its replacement. None if it is not loaded."""
+    if twin is not None:
+        leaf = replace(leaf, value=twin)
+    if context.saved.has_copies(full):
+        if is_meta(leaf.value):
+            leaf = replace(leaf, value=materialize(leaf.value))
+        return leaf.value if context.request_copy(full, leaf) else None
+    return context.targets.request_fill(full, leaf) if context.request_tensor(full) else None
 
 
 def _tied_to_saved(context: BindContext, fqn: str, state: ModuleState) -> dict[str, str]:

@@ -488,6 +488,9 @@ def _request_entry(
     context: BindContext, name: str, key: PathKey, live: Tree | None, hint: PlacementHint
 ) -> Value | None:
     """Request one entry of a parameter's state. Report a live entry of another kind."""
+    if context.saved.has_copies(name):
+        on_host = hint.on_host and key == "step"
+        return context.request_subtree(name, live, replace(hint, on_host=on_host))
     if (saved := context.saved.tensor(name)) is None:
         if isinstance(live, TensorLeaf) and not _is_replaceable(context, name, live):
             context.report_mismatch(name, "a tensor")

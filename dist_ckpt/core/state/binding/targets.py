@@ -235,6 +235,10 @@ class FillTargets:
             return "`cast` converts only between floating dtypes, or without loss"
         return None
 
+    def local_parts(self, name: str, value: object) -> tuple[torch.Tensor, ...]:
+        """Return the parts of a tensor on this rank. TypeError or ValueError as for a load."""
+        return self._describe(value, name).parts
+
     def can_fill(self, name: str, leaf: TensorLeaf) -> bool:
         """Return True if `request_fill` would accept class, shape and dtype."""
         if is_meta(leaf.value):

@@ -15,13 +15,22 @@ from dist_ckpt.core.state.named_optimizers import ParameterName, name_parameters
 from dist_ckpt.core.state.optimizer_state import GROUPS
 from dist_ckpt.core.state.sharding_rules import ShardingRules, find_job_mesh
 from dist_ckpt.core.state.tensors.locate_tensor import locate_for_load
-from dist_ckpt.core.state.tree.containers import State, child_name
+from dist_ckpt.core.state.tree.containers import (
+    PathKey,
+    State,
+    child_name,
+    container_entries,
+    is_mapping,
+)
 from dist_ckpt.core.state.tree.state_tree import (
     Branch,
+    ModuleLeaf,
     ObjectLeaf,
     OptimizerLeaf,
     PlainLeaf,
     TensorLeaf,
+    Tree,
+    children_of,
     read_state,
     select_leaves,
     selectable_names,
@@ -119,3 +128,31 @@ def read_template(
         world_size=world_size,
         group_ranks=tuple(group_ranks),
     )
+
+
+def live_children(tree: Tree | None) -> Mapping[PathKey, Tree]:
+    """Return the children of a tree, also those of a container without tensors."""
+    if not isinstance(tree, PlainLeaf):
+        return children_of(tree)
+    live = tree.value
+    entries = live if isinstance(live, Mapping) else container_entries(live) or {}
+    return {key: PlainLeaf(value) for key, value in entries.items()}
+
+
+def live_value(tree: Tree | None) -> object:
+    """Return the container of the user that a tree was read from; None for anything else."""
+    match tree:
+        case PlainLeaf():
+            return tree.value
+        case Branch():
+            return tree.live
+    return None
+
+
+def has_entries(tree: Tree | None) -> bool:
+    """Return True for an object, and for a mapping that is not empty."""
+    if isinstance(tree, PlainLeaf):
+        return isinstance(tree.value, Mapping) and bool(tree.value)
+    if isinstance(tree, Branch):
+        return is_mapping(tree.kind) and bool(tree.children)
+    return isinstance(tree, ObjectLeaf | ModuleLeaf | OptimizerLeaf)

@@ -6,11 +6,15 @@ They are called after all tensors are created and read.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from dist_ckpt.core.shard_io.memory.torch_tensor import as_words
+from dist_ckpt.core.state.tensors.local_tensors import is_ordinary
 from dist_ckpt.core.state.tree.containers import PathKey, create_container
 from dist_ckpt.core.state.tree.live_keys import with_live_class
 
@@ -90,3 +94,49 @@ def fill_empty(live: object, saved: Value) -> object:
 
 def _max_length(container: object) -> int | None:
     return container.maxlen if isinstance(container, deque) else None
+
+
+# --- copies that each rank has saved -----------------------------------------------------------
+
+
+def own_copy_setter(name: str, parts: Sequence[torch.Tensor], saved: object) -> Callable[[], None]:
+    """Return the call that copies this rank's own saved copy into its parts of a tensor.
+
+    Raises ValueError if a shape or dtype differs.
+    """
+    copies = saved if isinstance(saved, list) else [saved]
+    here = [(str(part.dtype), tuple(part.shape)) for part in parts]
+    stored = [(str(c.dtype), tuple(c.shape)) for c in copies if isinstance(c, torch.Tensor)]
+    if here != stored or len(stored) < len(copies):
+        raise ValueError(
+            f"{name}: this rank has saved its own copy as {_parts_text(stored)}, the state has "
+            f"{_parts_text(here)}: create the model as it was saved, or exclude the name"
+        )
+
+    def copy() -> None:
+        with torch.no_grad():
+            for part, value in zip(parts, copies, strict=True):
+                as_words(part).copy_(as_words(value))
+
+    return copy
+
+
+def new_own_copy(name: str, saved: object, parameter: object, *, on_host: bool) -> object:
+    """Return this rank's own copy of optimizer state as new state of a parameter.
+
+    Raises TypeError for a sharded parameter: its state must exist before the load.
+    """
+    if not isinstance(saved, torch.Tensor | list):
+        return saved
+    if isinstance(saved, torch.Tensor) and on_host:
+        return saved
+    if isinstance(saved, torch.Tensor) and is_ordinary(parameter):
+        return saved.to(parameter.device)
+    raise TypeError(
+        f"{name}: this rank has saved its own copy, and the optimizer has no such state yet: run "
+        "one step before the load, or exclude it"
+    )
+
+
+def _parts_text(parts: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    return " and ".join(f"{dtype} of shape {shape}" for dtype, shape in parts) or "no tensor"

@@ -172,6 +172,15 @@ class SavedTree:
             return ()
         return tuple(name for name, fqn in self.leaves.items() if fqn in self.derived)
 
+    def has_copies(self, name: str) -> bool:
+        """Return True if each rank has saved its own copy, by the option `replicas`."""
+        catalog, fqn = self.catalog_of(name), self.leaves.get(name, "")
+        return (
+            bool(catalog.replicas)
+            and catalog.replicas.get(split_source(fqn)[1] if self.origins and fqn else fqn)
+            == "per_rank"
+        )
+
     def source_number(self, name: str) -> int:
         """Return the number of the checkpoint that has a name, or the first name below it."""
         if not self.origins:
