@@ -25,13 +25,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypedDict, Unpack
 
+from dist_ckpt.core.commit.attempts import list_attempts
 from dist_ckpt.core.format.index.index import MAX_STEP
 from dist_ckpt.core.planning.name_selection import parse_selection
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.interop.readers.nested_state import ImportFilter
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignTensor, build_virtual_checkpoint
-from dist_ckpt.interop.registry import FORMATS, HF_FILE, HF_INDEX, open_foreign, reader_module
+from dist_ckpt.interop.registry import (
+    FORMATS,
+    HF_FILE,
+    HF_INDEX,
+    ForeignFormatError,
+    is_shrew_file,
+    open_foreign,
+    reader_module,
+)
 from dist_ckpt.reports import Progress, SaveReport
 from dist_ckpt.tools.new_files import WritePlan
 from dist_ckpt.tools.rewrite.reshard import even_sharding, plan_rewrite
@@ -137,6 +146,36 @@ def from_megatron(source: StrPath, target: StrPath, **options: Unpack[ImportOpti
     are one tensor, whose first dimension is the layer. Objects of ranks are below `objects`.
     """
     return _import("megatron", source, target, options)
+
+
+def detect_format(source: StrPath) -> str:
+    """Return the format of the files at `source`, as for `dist-ckpt import --from`.
+
+    IncompatibleError for unknown files, and for a checkpoint of dist_ckpt. NotFoundError if nothing
+    exists there. Also raises the errors of damaged and missing files.
+    """
+    storage, path = open_storage(source)
+    if is_shrew_file(storage, path):
+        return "shrew"
+    try:
+        if open_foreign(storage, path) is not None:
+            return "hf"
+    except ForeignFormatError as error:
+        if error.format_name in ("lightning", "torch") and os.path.isfile(path):
+            detected: str = reader_module("frameworks.read_lightning").detect_format(storage, path)
+            return detected
+        return error.format_name
+    if not os.path.exists(path):
+        raise NotFoundError(f"{path}: the path does not exist; check it")
+    if any(list_attempts(storage, path)):
+        raise IncompatibleError(
+            f"{path} is a checkpoint of dist_ckpt, which needs no import: dc.load reads it, and "
+            f"`dist-ckpt cp` copies it"
+        )
+    raise IncompatibleError(
+        f"{path} has the files of no known format: give the folder or file of one checkpoint, or "
+        f"name the format with --from: {', '.join((*FORMATS, 'hf', 'shrew'))}"
+    )
 
 
 def plan_import(

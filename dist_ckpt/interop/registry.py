@@ -79,7 +79,7 @@ _FOLDER_MARKERS = (
 
 
 def reader_module(name: str) -> ModuleType:
-    """Return the module of a reader, imported now."""
+    """Return the module of a reader or a writer, imported now."""
     return importlib.import_module(f"{__package__}.{name}")
 
 
@@ -130,9 +130,10 @@ def _open_folder(storage: Storage, path: str, names: Collection[str]) -> Storage
         if opened is not None:
             return opened
     if has(DCP_METADATA):
-        raise IncompatibleError(
+        raise ForeignFormatError(
             f"{path} is {FORMATS['dcp'].name}: load it with dist_ckpt.interop.dcp.load, or "
-            f"convert it with `dist-ckpt import --from dcp {path} TARGET`; both unpickle nothing"
+            f"convert it with `dist-ckpt import --from dcp {path} TARGET`; both unpickle nothing",
+            "dcp",
         )
     _refuse_folder(storage, path, names)
     return None
@@ -164,10 +165,19 @@ def _open_one_file(storage: Storage, path: str) -> Storage | None:
     return None
 
 
-def _import_error(format_name: str, path: str) -> IncompatibleError:
-    return IncompatibleError(
+class ForeignFormatError(IncompatibleError):
+    """The files of another system must be imported. `format_name` is a key of `FORMATS`."""
+
+    def __init__(self, message: str, format_name: str) -> None:
+        super().__init__(message)
+        self.format_name = format_name
+
+
+def _import_error(format_name: str, path: str) -> ForeignFormatError:
+    return ForeignFormatError(
         f"{path} is {FORMATS[format_name].name}: convert it to a checkpoint with "
-        f"`dist-ckpt import --from {format_name} {path} TARGET`, which unpickles nothing"
+        f"`dist-ckpt import --from {format_name} {path} TARGET`, which unpickles nothing",
+        format_name,
     )
 
 
@@ -200,6 +210,11 @@ def _check_fetched(first_bytes: bytes, path: str) -> None:
             f"{path} is a pointer of Git LFS, and not the file itself: fetch the file with "
             f"`git lfs pull`"
         )
+
+
+def is_shrew_file(storage: Storage, path: str) -> bool:
+    """Return True if a `.shrew` file exists at a path."""
+    return (_first_bytes(storage, path) or b"").startswith(b"SHRW")
 
 
 def _open(storage: Storage, path: str) -> ReadableFile:

@@ -50,6 +50,9 @@ def test_one_command_makes_a_checkpoint(
     assert all(torch.equal(state["model"][name], value) for name, value in weights().items())
     with dc.open(target) as found:
         assert found.world_size == 2
+    code, told, errors = run("import", sources[kind], tmp_path / "auto", "--ranks", 2)
+    assert (code, errors) == (0, f"{sources[kind]}: the format is {kind}\n")
+    assert told.startswith(f"{tmp_path / 'auto'}: 2 tensors, ")
     code, _, errors = run("import", "--from", kind, sources[kind], target)
     assert code == 5
     assert "overwrite=True" in errors

@@ -232,3 +232,39 @@ def test_the_page_leads_from_zero_to_a_resumed_run(tmp_path: Path) -> None:
     (tmp_path / "state.py").write_text(state)
     done = run_python(["state.py"], tmp_path)
     assert done.returncode == 0, done.stderr[-6000:]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_export_is_resumed_by_accelerate_itself(tmp_path: Path) -> None:
+    from dist_ckpt.integrations.accelerate import AcceleratedRun
+    from dist_ckpt.interop.frameworks import write_files
+
+    def prepared() -> Any:
+        accelerator, model = accelerate.Accelerator(cpu=True), torch.nn.Linear(4, 4)
+        torch.nn.init.constant_(model.weight, 0.5)
+        torch.nn.init.zeros_(model.bias)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        loader: Any = torch.utils.data.DataLoader(torch.arange(32.0).reshape(8, 4), batch_size=2)  # type: ignore[arg-type]
+        return accelerator, *accelerator.prepare(model, optimizer, scheduler, loader)
+
+    def step(objects: list[Any], batch: Any) -> None:
+        accelerator, model, optimizer, scheduler = objects
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+    *first, loader = prepared()
+    with AcceleratedRun(first[0], tmp_path / "run", save=dc.at_end) as run:
+        for _ in run.epochs(until=2):
+            for batch in run.batches(loader):
+                step(first, batch)
+    write_files.export_accelerate(f"{tmp_path}/run@latest", tmp_path / "out")
+    *second, loader = prepared()
+    second[0].load_state(tmp_path / "out")
+    for batch in loader:
+        step(first, batch)
+        step(second, batch)
+    assert all(map(torch.equal, first[1].parameters(), second[1].parameters()))
+    assert first[3].state_dict() == second[3].state_dict()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import dist_ckpt as dc
 from framework_programs import (
@@ -175,3 +176,60 @@ def test_the_page_leads_from_zero_to_a_resumed_run(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr[-6000:]
         with dc.open(f"{tmp_path}/runs/fit@latest") as found:
             assert found.step == step
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_export_is_resumed_by_lightning_itself(tmp_path: Path) -> None:
+    """Two epochs with our callback, then two more from the exported file: as four in one fit."""
+    import lightning.pytorch as pl
+
+    from dist_ckpt.integrations.lightning import LightningCheckpoint
+    from dist_ckpt.interop.frameworks import write_files
+
+    class Module(pl.LightningModule):  # type: ignore[misc]  # it may not be installed
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = torch.nn.Linear(8, 8)
+            torch.nn.init.constant_(self.body.weight, 0.5)
+            torch.nn.init.zeros_(self.body.bias)
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return self.body(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=0.1)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    def fit(epochs: int, *callbacks: Any, path: Path | None = None) -> dict[str, torch.Tensor]:
+        module, data = Module(), torch.utils.data.TensorDataset(torch.arange(96.0).reshape(12, 8))
+        options = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+        trainer = pl.Trainer(
+            max_epochs=epochs,
+            callbacks=[*callbacks],
+            accelerator="cpu",
+            default_root_dir=tmp_path,
+            **options,
+        )
+        trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4), ckpt_path=path)
+        weights: dict[str, torch.Tensor] = module.state_dict()
+        return weights
+
+    fit(2, LightningCheckpoint(tmp_path / "run", save=dc.at_end))
+    write_files.export_lightning(f"{tmp_path}/run@latest", tmp_path / "a.ckpt")
+    found, expected = fit(4, path=tmp_path / "a.ckpt"), fit(4)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert Module.load_from_checkpoint(tmp_path / "a.ckpt").body.weight.shape == (8, 8)
+
+
+def test_checkpointing_that_is_turned_off_refuses_our_callback_too(tmp_path: Path) -> None:
+    """As docs/lightning.md says: leave `enable_checkpointing` out."""
+    import lightning.pytorch as pl
+
+    from dist_ckpt.integrations.lightning import LightningCheckpoint
+
+    callback = LightningCheckpoint(tmp_path)
+    with pytest.raises(Exception, match="enable_checkpointing=False"):
+        pl.Trainer(callbacks=[callback], accelerator="cpu", enable_checkpointing=False)
+    trainer = pl.Trainer(callbacks=[callback], accelerator="cpu", logger=False)
+    assert trainer.checkpoint_callbacks == [callback], "Lightning adds none of its own"

@@ -20,12 +20,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import dist_ckpt as dc
 import foreign_makers
-from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError, NotFoundError
+from dist_ckpt.errors import (
+    CheckpointError,
+    CorruptError,
+    ExistsError,
+    IncompatibleError,
+    NotFoundError,
+)
 from dist_ckpt.interop import imports
+from dist_ckpt.interop.frameworks import write_files
 from foreign_makers import Net, adamw, live_state
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "foreign"
@@ -550,3 +557,105 @@ def test_a_file_of_another_system_is_told_apart(tmp_path: Path) -> None:
         (tmp_path / "empty").mkdir(exist_ok=True)
         with pytest.raises(NotFoundError, match=str(tmp_path)):
             call(tmp_path / "empty", tmp_path / "ours")
+
+
+# --- back to the frameworks ----------------------------------------------------------------------
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Compare nested contents, tensors bit for bit; the order of keys does not count."""
+    if type(found) is not type(expected):
+        return False
+    if isinstance(found, dict):
+        keys_agree = found.keys() == expected.keys()
+        return keys_agree and all(same(found[key], expected[key]) for key in found)
+    if isinstance(found, list | tuple):
+        return len(found) == len(expected) and all(map(same, found, expected))
+    if torch.is_tensor(found):
+        return found.dtype == expected.dtype and torch.equal(found, expected)
+    return bool(found == expected)
+
+
+def test_an_import_of_lightning_is_exported_as_the_same_file(tmp_path: Path) -> None:
+    made = source("lightning", GOLDEN / "lightning")
+    imports.from_lightning(made, tmp_path / "ours", world_size=3)
+    write_files.export_lightning(tmp_path / "ours", tmp_path / "back.ckpt")
+    expected, found = (
+        torch.load(file, weights_only=False) for file in (made, tmp_path / "back.ckpt")
+    )
+    assert same(found, expected)
+    assert [*found["optimizer_states"][0]["state"]] == [*expected["optimizer_states"][0]["state"]]
+    write_files.export_lightning(
+        tmp_path / "ours", tmp_path / "part.ckpt", exclude=["optim", "hyper_parameters"]
+    )
+    left_out = torch.load(tmp_path / "part.ckpt", weights_only=False)
+    assert expected.keys() - left_out.keys() == {"optimizer_states", "hyper_parameters"}
+
+
+def test_parameters_of_an_optimizer_get_the_numbers_of_its_state_dict() -> None:
+    groups = [{"params": ["model.a", "model.b"], "lr": 1}, {"params": ["model.c"]}]
+    state = {"model.c": {"x": 3}, "model.a": {"x": 1}}
+    assert write_files.number_params({"state": state, "param_groups": groups}) == {
+        "state": {2: {"x": 3}, 0: {"x": 1}},
+        "param_groups": [{"params": [0, 1], "lr": 1}, {"params": [2]}],
+    }
+
+
+@pytest.mark.parametrize("kind", ["accelerate", "accelerate-bin", "accelerate-ranks"])
+def test_an_import_of_accelerate_is_exported_as_the_same_files(kind: str, tmp_path: Path) -> None:
+    made = source(kind, GOLDEN / kind)
+    imports.from_accelerate(made, tmp_path / "ours", world_size=2)
+    write_files.export_accelerate(tmp_path / "ours", tmp_path / "back")
+    names = {path.name for path in (tmp_path / "back").iterdir()}
+    assert {"pytorch_model.bin", "optimizer.bin", "scheduler.bin"} <= names
+    for name in names:
+        found = torch.load(tmp_path / "back" / name)
+        if (made / name).exists():
+            assert same(found, torch.load(made / name, weights_only=False)), name
+        else:
+            file = made / name.replace("pytorch_model", "model").replace(".bin", ".safetensors")
+            assert same(found, load_file(file)), name
+    with pytest.raises(ExistsError):
+        write_files.export_accelerate(tmp_path / "ours", tmp_path / "back")
+
+
+def test_what_a_framework_did_not_save_is_no_file_of_it(tmp_path: Path) -> None:
+    dc.save({"model": torch.nn.Linear(2, 2), "optim": {}}, tmp_path / "ours")
+    for export in (write_files.export_lightning, write_files.export_accelerate):
+        with pytest.raises(IncompatibleError, match=r"neither .* For the weights, export"):
+            export(tmp_path / "ours", tmp_path / "new")
+        assert not (tmp_path / "new").exists()
+
+
+# --- which format it is --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_format_of_a_framework_is_found_by_its_files(kind: str) -> None:
+    assert imports.detect_format(source(kind, GOLDEN / kind)) == system(kind)
+
+
+def test_the_format_of_a_file_is_found_by_its_contents(tmp_path: Path) -> None:
+    weights = {"w": torch.ones(2)}
+    shutil.copy(source("lightning", GOLDEN / "lightning"), tmp_path / "renamed.pt")
+    torch.save(weights, tmp_path / "plain.ckpt")
+    save_file(weights, tmp_path / "a.safetensors")
+    (tmp_path / "hf").mkdir()
+    save_file(weights, tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "a.shrew").write_bytes(b"SHRW" + bytes(60))
+    formats = {"renamed.pt": "lightning", "plain.ckpt": "torch", "a.safetensors": "hf", "hf": "hf"}
+    for name, expected in {**formats, "a.shrew": "shrew"}.items():
+        assert imports.detect_format(tmp_path / name) == expected
+
+
+def test_what_has_no_format_is_refused_with_the_way_on(tmp_path: Path) -> None:
+    dc.save({"x": 1}, tmp_path / "run" / "step-1", step=1)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text").write_text("a text")
+    for name in ("empty", "text", "run"):
+        with pytest.raises(IncompatibleError, match=r"no known format: .* --from: dcp, torch, li"):
+            imports.detect_format(tmp_path / name)
+    with pytest.raises(IncompatibleError, match=r"needs no import: dc\.load reads it"):
+        imports.detect_format(tmp_path / "run" / "step-1")
+    with pytest.raises(NotFoundError, match="does not exist"):
+        imports.detect_format(tmp_path / "nothing")

@@ -14,6 +14,7 @@ from dist_ckpt.cli.results import ExportResult
 from dist_ckpt.core.state.binding.sources.rename import rules_from_json
 from dist_ckpt.interop.hf import export as hf
 from dist_ckpt.interop.hf.export import DEFAULT_SHARD_SIZE
+from dist_ckpt.interop.registry import reader_module
 from dist_ckpt.interop.shrew import files
 from dist_ckpt.message_text import format_size
 from dist_ckpt.tools.new_files import WritePlan
@@ -33,6 +34,20 @@ def _plan_torch(source: str, file: str, **options: Any) -> WritePlan[int]:
     return plan_export_file(source, file, **options)
 
 
+def _plan_lightning(source: str, file: str, **options: Any) -> WritePlan[int]:
+    module = reader_module("frameworks.write_files")  # it needs torch
+    plan: WritePlan[int] = module.plan_lightning(source, file, **options)
+    return plan
+
+
+def _plan_accelerate(source: str, file: str, *, overwrite: bool, **options: Any) -> WritePlan[int]:
+    if overwrite:
+        raise click.UsageError("--overwrite is not for --format accelerate: remove the folder")
+    module = reader_module("frameworks.write_files")  # it needs torch
+    plan: WritePlan[int] = module.plan_accelerate(source, file, **options)
+    return plan
+
+
 # The function that plans each format, and the options that it takes.
 _GLOBS = frozenset({"include", "exclude"})
 _NAMES = _GLOBS | {"rename"}
@@ -42,6 +57,8 @@ _FORMATS: Mapping[str, tuple[Callable[..., WritePlan[int]], frozenset[str]]] = {
     "hf": (hf.plan_export, _HF_OPTIONS),
     "dcp": (_plan_dcp, _NAMES),
     "torch": (_plan_torch, _NAMES | {"only"}),
+    "lightning": (_plan_lightning, frozenset({"exclude"})),
+    "accelerate": (_plan_accelerate, frozenset({"exclude"})),
 }
 
 
@@ -62,7 +79,9 @@ def _read_rules(context: click.Context, option: click.Parameter, file: str | Non
 @click.argument("source", type=shared_options.PATH)
 @click.argument("file", type=shared_options.PATH)
 @click.option(
-    "--overwrite", is_flag=True, help="Replace FILE once the new one is durable. Not for dcp."
+    "--overwrite",
+    is_flag=True,
+    help="Replace FILE once the new one is durable. Not for dcp and accelerate.",
 )
 @click.option(
     "--version",
@@ -110,6 +129,8 @@ def export(
     dcp    a folder for torch.distributed.checkpoint.load
     torch  a file for torch.load
     shrew  a .shrew file
+    lightning   a .ckpt file, for Trainer.fit(ckpt_path=FILE)
+    accelerate  a folder for Accelerator.load_state
 
     If the format cannot hold a value, the error names the value. With --overwrite, other files in a
     folder of hf stay, such as config.json. The export of an imported .shrew file has the same

@@ -13,12 +13,19 @@ from dist_ckpt.core.format.index.index_json import MAX_WORLD_SIZE
 from dist_ckpt.interop import imports
 from dist_ckpt.interop.shrew import files
 
-_FORMATS = (*("dcp", "hf", "torch", "lightning", "accelerate", "deepspeed", "megatron", "shrew"),)
+_FORMATS = (
+    *("auto", "dcp", "hf", "torch", "lightning", "accelerate", "deepspeed", "megatron", "shrew"),
+)
 
 
 @click.command("import")
 @click.option(
-    "--from", "from_", type=click.Choice(_FORMATS), required=True, help="The format of SOURCE."
+    "--from",
+    "from_",
+    type=click.Choice(_FORMATS),
+    default="auto",
+    show_default=True,
+    help="The format of SOURCE; auto finds it by the files.",
 )
 @click.argument("source", type=shared_options.PATH)
 @click.argument("target", type=shared_options.PATH)
@@ -66,10 +73,14 @@ def import_(
     file is executed.
 
     \b
+    dist-ckpt import old/global_step100 runs/a/step-00000100
     dist-ckpt import --from dcp old/step-500 runs/a/step-00000500 --step 500 --ranks 8
     dist-ckpt import --from torch old.pt runs/b/step-00000500 --step 500
     dist-ckpt import --from lightning epoch=3.ckpt runs/c/step-00000500 --exclude hyper_parameters
     """
+    if from_ == "auto":
+        from_ = imports.detect_format(source)
+        click.echo(f"{output.printable(source)}: the format is {from_}", err=True)
     if from_ == "shrew":
         overwrite = options.pop("overwrite")
         if ranks is not None or any(value is not None for value in options.values()):

@@ -7,6 +7,8 @@ name. The contents are those of `dump_checkpoint` in lightning/pytorch/trainer/c
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.interop.dcp import read as dcp_files
@@ -45,6 +47,14 @@ def read(storage: Storage, path: str, import_filter: ImportFilter) -> ForeignSta
             else:
                 nested.add((str(key),), value, archive)
     return nested.state(state.get("global_step"))
+
+
+def detect_format(storage: Storage, path: str) -> str:
+    """Return "lightning" for a file of torch.save that Lightning has saved, else "torch"."""
+    with suppress(IncompatibleError), open_archive(storage, path) as archive:
+        if VERSION in read_dict(archive):
+            return "lightning"
+    return "torch"
 
 
 def _new_path(path: Path) -> Path:

@@ -13,7 +13,7 @@ import pickle  # noqa: TID251 - torch.load reads pickles; they are only written 
 import struct
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
@@ -126,6 +126,29 @@ def plan_export_file(
     selection = parse_selection(patterns.get("include"), patterns.get("exclude"))
     if only is not None and (not isinstance(only, str) or not only):
         raise ValueError(f"only={only!r}: give the name of a component, or None for all")
+
+    def build(saved: SavedTree, path: str) -> TorchState:
+        return build_torch_state(saved, path, only, selection)
+
+    return plan_state_file(source, file, build, rename=rename, overwrite=overwrite)
+
+
+# The state to pickle, its tensors, and the names of values that need `weights_only=False`.
+TorchState = tuple[object, list[ExportedTensor], list[str]]
+
+
+def plan_state_file(
+    source: str | os.PathLike[str],
+    file: str | os.PathLike[str],
+    build: Callable[[SavedTree, str], TorchState],
+    *,
+    rename: RenameRules | None = None,
+    overwrite: bool = False,
+) -> WritePlan[int]:
+    """Return the plan to write a file for `torch.load` with what `build` returns.
+
+    `build` gets the saved tree and the checkpoint's path, and calls `build_torch_state`.
+    """
     if os.fspath(file).endswith(SAFETENSORS):
         raise ValueError(
             f"torch.load reads files named *{SAFETENSORS} as safetensors: choose another name"
@@ -137,7 +160,7 @@ def plan_export_file(
         OpenCheckpoint.at(storage, source_path, make=make_torch_value), rename
     )
     saved = build_saved_tree(opened.catalog, opened.objects(), opened.objects)
-    state, contained, not_plain = build_torch_state(saved, source_path, only, selection)
+    state, contained, not_plain = build(saved, source_path)
     # The widest dtype first, so that each tensor is aligned to it.
     tensors = sorted(contained, key=lambda tensor: -DTYPES[tensor.dtype].itemsize)
     buffer = io.BytesIO()
@@ -246,7 +269,7 @@ class _PickledTensor:
 
 def build_torch_state(
     saved: SavedTree, path: str, only: str | None, selection: Selection
-) -> tuple[object, list[ExportedTensor], list[str]]:
+) -> TorchState:
     """Return the selected state, nested as it was saved, or the container `only` in it.
 
     Also return its tensors by number, and the names of values for which `torch.load` needs
