@@ -159,9 +159,9 @@ class LoadReport:
     `as_saved` is True if no rename has changed saved names, and nothing was dequantized. After a
     load that left something out, pass the report to `dc.save(carry_over=...)` to keep it. `assumed`
     has a text for each assumption, such as the order of a fused tensor stored without
-    pieces, or keys that DCP made text.
-    `unfilled` names the tensors of loaded modules that are in no state dict and still on the meta
-    device, such as buffers with `persistent=False`.
+    pieces, or keys that DCP made text. `resized` has a text for each resized tensor: which rows are
+    loaded, cut or kept. `unfilled` names the tensors of loaded modules that are in no state dict
+    and still on the meta device, such as buffers with `persistent=False`.
     """
 
     path: str
@@ -190,6 +190,7 @@ class LoadReport:
     assumed: tuple[str, ...] = ()
     dequantized: tuple[str, ...] = ()
     unfilled: tuple[str, ...] = ()
+    resized: tuple[str, ...] = ()
 
     @property
     def total_s(self) -> float:

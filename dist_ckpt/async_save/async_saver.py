@@ -245,6 +245,7 @@ class AsyncSaver:
         exclude: str | Sequence[str] | None = None,
         rename: RenameRules | None = None,
         include_frozen: bool = True,
+        resize: Mapping[str, int] | None = None,
         config: Mapping[str, object] | None = None,
         kind: str | None = None,
     ) -> int | None:
@@ -271,6 +272,7 @@ class AsyncSaver:
             exclude=exclude,
             rename=rename,
             include_frozen=include_frozen,
+            resize=resize,
             config=config,
             kind=kind,
         )

@@ -69,8 +69,9 @@ class Checkpointer:
     attachments of its checkpoint, as for `dc.save`. It is called on rank 0 when the step is saved.
     `include`, `exclude` and `include_frozen` select the part of the state that is saved and
     resumed, as in `dc.save` and `dc.load`. Tensors that match `link_unchanged`, such as frozen
-    weights, are linked instead of written. `check_replicas` and `replicas`
-    are those of `dc.save`.
+    weights, are linked instead of written. `check_replicas` and `replicas` are those of `dc.save`.
+    `resize` is that of `dc.load`, also for `init`: a run may resume with another padding of its
+    vocabulary.
 
     With `background` a separate process writes: see `dc.AsyncSaver`. A failed save is logged once,
     with the newest durable checkpoint, and tried again. `on_failure` is "warn", "raise", or a
@@ -107,6 +108,7 @@ class Checkpointer:
         link_unchanged: str | Sequence[str] = (),
         check_replicas: CheckReplicas = "sample",
         replicas: Mapping[str, ReplicaRule] | None = None,
+        resize: Mapping[str, int] | None = None,
         on_commit: Callable[[Checkpoint], object] | None = None,
         on_failure: OnFailure = "warn",
         max_failures: int = 3,
@@ -142,6 +144,7 @@ class Checkpointer:
             link_unchanged=link_unchanged,
             check_replicas=check_replicas,
             replicas=replicas,
+            resize=resize,
             on_commit=on_commit,
             on_failure=on_failure,
             max_failures=max_failures,

@@ -69,6 +69,7 @@ class RunOptions:
     link_unchanged: str | Sequence[str] = ()
     check_replicas: CheckReplicas = "sample"
     replicas: Mapping[str, ReplicaRule] | None = None
+    resize: Mapping[str, int] | None = None
     on_commit: Callable[[Checkpoint], object] | None = None
     on_failure: OnFailure = "warn"
     max_failures: int = 3
@@ -83,6 +84,7 @@ class RunOptions:
             include=self.include,
             exclude=self.exclude,
             include_frozen=self.include_frozen,
+            resize=self.resize,
             record_check=record_check,
         )
 

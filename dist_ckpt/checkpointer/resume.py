@@ -331,6 +331,7 @@ class Resume:
         options = LoadOptions(
             sharding=self.options.sharding,
             strict=self.options.init_strict,
+            resize=self.options.resize,
             record_check=not self.options.read_only,
         )
         report = load_together(

@@ -46,7 +46,8 @@ from dist_ckpt.core.state.binding.bind import (
     build_saved_tree,
     read_template,
 )
-from dist_ckpt.core.state.binding.dequantizer import Casting
+from dist_ckpt.core.state.binding.matching.dequantizer import Casting
+from dist_ckpt.core.state.binding.matching.resizing import parse_resize
 from dist_ckpt.core.state.binding.sources.multi_source import SourceView, merge_sources
 from dist_ckpt.core.state.binding.sources.rename import parse_rename
 from dist_ckpt.core.state.binding.sources.saved_tree import (
@@ -236,7 +237,12 @@ def check_load(
             strict=options.strict,
             selection=selection,
             keys=sources.keys,
-            casting=Casting(parse_cast(options.cast), options.dequantize, _stated_blocks(contents)),
+            casting=Casting(
+                parse_cast(options.cast),
+                options.dequantize,
+                _stated_blocks(contents),
+                parse_resize(options.resize),
+            ),
         )
         wanted = split_requests(binding.wanted, saved)
         problems = (
@@ -267,6 +273,7 @@ def check_load(
         loads_objects=binding.loads_objects,
         encoded_requests=encoded if is_short else None,
         from_memory=from_memory,
+        resized=tuple((t.name, t.resized.rows, t.resized.live) for t in binding.resized),
     )
     return CheckedLoad(sources, saved, binding, files, targets, links, encoded), findings
 

@@ -15,6 +15,7 @@ from dist_ckpt.core.format.strict_json import corrupt_error
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.planning.name_selection import Cast
+from dist_ckpt.core.state.binding.matching.resizing import Resize
 from dist_ckpt.core.state.binding.sources.rename import RenameRules
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import ReadableFile
@@ -59,6 +60,7 @@ def load_bytes(  # noqa: PLR0913 - the options of `dc.load`
     rename: RenameRules | None = None,
     cast: Cast = None,
     dequantize: bool = False,
+    resize: Resize | None = None,
 ) -> LoadReport:
     """Fill a state from bytes of `dc.to_bytes`, as `dc.load` does.
 
@@ -80,6 +82,7 @@ def load_bytes(  # noqa: PLR0913 - the options of `dc.load`
         rename=rename,
         cast=cast,
         dequantize=dequantize,
+        resize=resize,
         read_once="off",
         record_check=False,
     )

@@ -63,6 +63,7 @@ from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.shard_io.read.open_files import read_attached_file
 from dist_ckpt.core.shard_io.read.read_grouping import CellTargets, count_placed_nbytes
+from dist_ckpt.core.state.binding.matching.resizing import Resize
 from dist_ckpt.core.state.binding.sources.rename import RenameRules
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import Storage, open_storage
@@ -90,6 +91,7 @@ def load(
     read_once: ReadOnce = "host",
     cast: Cast = None,
     dequantize: bool = False,
+    resize: Resize | None = None,
     config: Mapping[str, object] | None = None,
     kind: str | None = None,
     opener: Opener = NATIVE,
@@ -135,6 +137,11 @@ def load(
     float32, and rounded once to the dtype in the state; a new tensor is float32. Packed weights of
     4 bits are refused by name.
 
+    `resize`: for tensors whose padding differs along one dimension, such as that of a vocabulary.
+    `{"*.embed.weight": 50000}` loads the first 50,000 rows. The other rows of the state keep their
+    values, and those of the checkpoint are cut. Tied tensors and optimizer state follow. The
+    `resized` of the report has each tensor.
+
     `config` and `kind` are compared with those of the save before anything is changed.
     IncompatibleError lists each difference, also if the save had none.
 
@@ -155,6 +162,7 @@ def load(
         read_once=read_once,
         cast=cast,
         dequantize=dequantize,
+        resize=resize,
         config=config,
         kind=kind,
     )
@@ -234,7 +242,9 @@ def _load(call: LoadCall) -> LoadReport:
                 listed(report.unfilled),
             )
         if call.options.record_check and session.channel.rank == COORDINATOR:
-            is_partial = report.unexpected or report.dropped or decision.from_memory
+            is_partial = (
+                report.unexpected or report.dropped or report.resized or decision.from_memory
+            )
             is_whole = not is_partial and arguments.selection == SELECT_ALL
             # The load has read and checked the whole checkpoint: record that in its run.
             if call.options.verify and is_whole:
@@ -290,6 +300,7 @@ def _build_report(
         and all(use.source.rename is None for use in arguments.source_uses),
         assumed=binding.assumed,
         unfilled=binding.find_unfilled(),
+        resized=tuple(tensor.text() for tensor in binding.resized),
         **structs.asdict(job),
     )
 

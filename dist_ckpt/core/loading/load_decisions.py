@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import reduce
@@ -129,7 +129,8 @@ class CheckFindings(Message, frozen=True):
     `assigns_values` and `loads_objects` are True for the steps in which this rank has work.
     `encoded_requests` has its block requests: b"" if the ranks can share nothing, None if they are
     too long for this exchange. `from_memory` is True if the rank reads files from memory, `is_gone`
-    if the checkpoint was removed.
+    if the checkpoint was removed. `resized` has, for each resized tensor, its name, the rows that
+    are loaded, and the rows of the whole tensor of the state.
     """
 
     problems: tuple[str, ...] = ()
@@ -142,6 +143,7 @@ class CheckFindings(Message, frozen=True):
     encoded_requests: bytes | None = b""
     from_memory: bool = False
     is_gone: bool = False
+    resized: tuple[tuple[str, int, int], ...] = ()
 
 
 class LoadDecision(Message, frozen=True):
@@ -307,6 +309,7 @@ def _check_fits(
     With `strict`, unexpected names and patterns that match nothing are problems too.
     """
     problems = _merge_problems([result.problems for result in findings])
+    problems += _find_resize_problems([result.resized for result in findings])
     pattern_problems = find_common_problems(result.pattern_problems for result in findings)
     if proposal.strict:
         label = "the checkpoint" if len(sources.checkpoints) == 1 else None
@@ -323,6 +326,26 @@ def _check_fits(
         paths = " and ".join(checkpoint.path for checkpoint in sources.checkpoints)
         do = "does" if len(sources.checkpoints) == 1 else "do"
         raise IncompatibleError(f"{paths} {do} not fit the state; nothing was changed:{lines}")
+
+
+def _find_resize_problems(
+    resized_by_rank: Sequence[Sequence[tuple[str, int, int]]],
+) -> Iterator[str]:
+    """Yield the resized tensors whose ranks see another whole tensor."""
+    sizes: dict[str, dict[tuple[int, int], list[int]]] = {}
+    for rank, resized in enumerate(resized_by_rank):
+        for name, rows, live in resized:
+            sizes.setdefault(name, {}).setdefault((rows, live), []).append(rank)
+    for name, ranks_by_size in sizes.items():
+        if len(ranks_by_size) > 1:
+            texts = (
+                f"{rows} of {live} on {ranks_text(ranks)}"
+                for (rows, live), ranks in ranks_by_size.items()
+            )
+            yield (
+                f"{name}: resize keeps {', '.join(texts)}: pass the same resize, and cut the "
+                "tensor of the state evenly over the ranks"
+            )
 
 
 def sum_totals(totals: Sequence[RankTotals]) -> JobTotals:

@@ -11,6 +11,7 @@ from dist_ckpt.core.format.index.model_description import check_description
 from dist_ckpt.core.planning.name_selection import Cast, Selection, parse_cast, parse_selection
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.arguments import check_flag
+from dist_ckpt.core.state.binding.matching.resizing import Resize, parse_resize
 from dist_ckpt.core.state.binding.sources.rename import RenameRules, parse_rename
 from dist_ckpt.core.storage import open_storage
 
@@ -39,6 +40,7 @@ class LoadOptions:
     record_check: bool = True
     cast: Cast = None
     dequantize: bool = False
+    resize: Resize | None = None
 
     def check(self) -> None:
         """Raise TypeError or ValueError for options that are not valid."""
@@ -51,6 +53,7 @@ class LoadOptions:
         self.selection()
         parse_rename(self.rename)
         parse_cast(self.cast)
+        parse_resize(self.resize)
         check_description(None, self.config, self.kind)
 
     def selection(self) -> Selection:

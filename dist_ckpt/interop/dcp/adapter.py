@@ -49,6 +49,7 @@ from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.saving.rank_save import StateReader
 from dist_ckpt.core.saving.save import save_together
 from dist_ckpt.core.saving.save_options import SaveOptions
+from dist_ckpt.core.state.binding.matching.resizing import Resize
 from dist_ckpt.core.state.binding.sources.rename import Rename, RenameRules, parse_rename
 from dist_ckpt.core.state.tensors.plain_torch import make_torch_value
 from dist_ckpt.core.state.tree.containers import MutableState
@@ -85,6 +86,7 @@ def load(
     read_once: ReadOnce = "host",
     cast: Cast = None,
     dequantize: bool = False,
+    resize: Resize | None = None,
 ) -> LoadReport:
     """Fill a state from a folder that `torch.distributed.checkpoint` wrote, as `dc.load` does.
 
@@ -105,6 +107,7 @@ def load(
         read_once=read_once,
         cast=cast,
         dequantize=dequantize,
+        resize=resize,
         record_check=False,
     )
     needed = ImportFilter(SELECT_ALL, RequiredValues(state, path, options))

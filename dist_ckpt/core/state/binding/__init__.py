@@ -4,5 +4,6 @@
 - What is requested for a name, and the per-rank policy: `BindContext` in `bind_context.py`.
 - State and groups of optimizers: `bind_optimizers.py`.
 - Saved names and values: `sources/saved_tree.py`. The option `rename`: `sources/rename.py`.
+- Which cells of a saved tensor fill a live one, and what may differ: `matching/`.
 - The memory of tensors: `targets.py`. Tensor subclasses created by a load: `new_subclasses.py`.
 """

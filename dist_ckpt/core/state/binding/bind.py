@@ -29,7 +29,7 @@ from dist_ckpt.core.state.binding.bind_context import BindContext, Loadable
 from dist_ckpt.core.state.binding.bind_modules import bind_module
 from dist_ckpt.core.state.binding.bind_optimizers import bind_optimizer
 from dist_ckpt.core.state.binding.conversions import is_in
-from dist_ckpt.core.state.binding.dequantizer import NO_CASTING, Casting
+from dist_ckpt.core.state.binding.matching.dequantizer import NO_CASTING, Casting
 from dist_ckpt.core.state.binding.required_keys import find_missing_keys, read_keys
 from dist_ckpt.core.state.binding.sources.rename import suggest_rules
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, build_saved_tree
@@ -82,9 +82,9 @@ def bind(
 ) -> Binding:
     """Decide which memory each saved name fills. Problems are listed in `Binding.problems`.
 
-    `casting` says which dtypes may be converted. `keys` has the per-rank
-    keys of all ranks, by name; None for a single process. Raises CorruptError if the index
-    lists a value that no objects file has.
+    `casting` says which differences are accepted. `keys` has the per-rank keys of all ranks, by
+    name; None for a single process. Raises CorruptError if the index lists a value that no objects
+    file has.
     """
     context = BindContext(template, saved, selection, keys, strict=strict, casting=casting)
     context.bind_inner = _bind_inner
@@ -104,6 +104,7 @@ class Binding:
       may have other parts of the same saved tensor.
     - `dropped`: names that a policy or a rename left out.
     - `assumed`: texts about what the load assumes, and `warnings`: about what may be wrong.
+    - `resized`: the tensors of which only some rows are loaded.
     - `dequantized`: names of 8-bit weights that are multiplied by their scales.
     - `pattern_problems`: error texts for patterns that match no name.
     - `makes_memory`: True if `allocate` creates tensors besides those of the state.
@@ -119,6 +120,7 @@ class Binding:
         self.warnings = tuple(context.warnings)
         self.resharded = tuple(context.targets.resharded)
         self.assumed = (*_list_assumptions(context), *context.assumed)
+        self.resized = tuple(context.targets.matcher.resized)
         self.wanted: tuple[TensorRequest, ...] = context.targets.wanted()
         self.makes_memory = bool(context.targets.new_tensors)
         self.assigns_values = bool(
@@ -208,7 +210,7 @@ class Binding:
 
 def _list_assumptions(context: BindContext) -> tuple[str, ...]:
     texts: list[str] = []
-    if names := context.targets.unknown_pieces:
+    if names := context.targets.matcher.unknown_pieces:
         texts.append(
             f"{listed(names)}: stored in parts without pieces, and taken as whole fused tensors. "
             "If a plain rule saved each rank's pieces, load with that rule on the number of ranks "

@@ -314,6 +314,9 @@ def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
         for hint in _placements(optimizer, group, names, classes):
             name = stored[id(hint.parameter)]
             of_state = child_name(state, name)
+            context.targets.matcher.resized_names.follow_parameter(
+                of_state, names[id(hint.parameter)].stored, hint.parameter
+            )
             if name in saved and not context.has(of_state) and context.saved.is_stepless(of_state):
                 _drop_state(context, of_state, optimizer, hint.parameter)
             else:

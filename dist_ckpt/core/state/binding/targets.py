@@ -18,13 +18,7 @@ from dist_ckpt.core.format.geometry import Cell, Region, RegionPiece, Shape
 from dist_ckpt.core.format.index.index import TensorRecord
 from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.planning.tensor_operations import DerivedTensor, SourceBox
-from dist_ckpt.core.planning.tensor_views import (
-    Flattened,
-    RuleSharded,
-    Whole,
-    compute_cells,
-    find_pieces_problem,
-)
+from dist_ckpt.core.planning.tensor_views import Flattened, Whole, compute_cells
 from dist_ckpt.core.planning.weight_scales import ScaledWeight
 from dist_ckpt.core.shard_io.memory.cell_memory import BoxTarget, Target
 from dist_ckpt.core.shard_io.memory.torch_tensor import (
@@ -36,21 +30,20 @@ from dist_ckpt.core.shard_io.memory.torch_tensor import (
     overwrites,
     synchronize,
 )
-from dist_ckpt.core.state.binding.dequantizer import NO_CASTING, Casting, Dequantizer, multiply_all
+from dist_ckpt.core.state.binding.matching.dequantizer import (
+    NO_CASTING,
+    Casting,
+    Dequantizer,
+    multiply_all,
+)
+from dist_ckpt.core.state.binding.matching.resizing import Resized
+from dist_ckpt.core.state.binding.matching.tensor_matcher import TensorMatcher
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree
 from dist_ckpt.core.state.binding.template import Template
 from dist_ckpt.core.state.fsdp1.fsdp1_modules import ParameterPart
-from dist_ckpt.core.state.sharding_rules import target_cells
 from dist_ckpt.core.state.tensors.dtensors import split_boxes
-from dist_ckpt.core.state.tensors.local_tensors import as_numpy, is_array, is_ordinary, torch_dtype
-from dist_ckpt.core.state.tensors.locate_tensor import (
-    LocalTensor,
-    empty_like,
-    is_meta,
-    locate_for_load,
-    materialize,
-    tie_key,
-)
+from dist_ckpt.core.state.tensors.local_tensors import as_numpy, is_ordinary, torch_dtype
+from dist_ckpt.core.state.tensors.locate_tensor import empty_like, is_meta, tie_key
 from dist_ckpt.core.state.tree.state_tree import TensorLeaf
 from dist_ckpt.errors import CorruptError, IncompatibleError
 from dist_ckpt.message_text import names_around_remedy
@@ -101,17 +94,18 @@ class _Fill(NamedTuple):
     `cells[i]` has the number `first + i` among all requested cells of the tensor. `parts[i]` is its
     memory; for a `NewTensor` it is allocated later. `cast_from` is the saved dtype if it differs.
     A tensor that operations of a rename make has no stored cells, but `reads`. With `scaling`, its
-    elements are multiplied by a scale.
+    elements are multiplied by a scale. If it is `resized`, `parts` are the memory of more cells.
     """
 
     name: str
     fqn: str
-    first: int
     cells: tuple[Cell, ...]
     parts: tuple[torch.Tensor, ...] | NewTensor
-    cast_from: str | None
-    reads: tuple[_BoxRead, ...] = ()
+    cast_from: str | None = None
     scaling: _Scaling | None = None
+    resized: Resized | None = None
+    first: int = 0
+    reads: tuple[_BoxRead, ...] = ()
 
 
 class _Scaling(NamedTuple):
@@ -127,16 +121,15 @@ class FillTargets:
 
     - `problems`: error texts for tensors that do not fit.
     - `resharded`: names whose requested cells are not all cells of the stored layout.
-    - `unknown_pieces`: names with pieces in their rule, stored in parts without pieces.
     - `new_tensors`: the tensors that `allocate` creates.
-
+    - `matcher`: compares them with the saved ones.
     - `dequantizer`: finds the scales by which weights are multiplied.
     """
 
     def __init__(self, template: Template, saved: SavedTree, casting: Casting = NO_CASTING) -> None:
         self.problems: list[str] = []
+        self.matcher = TensorMatcher(template, saved, self.problems, casting.resize)
         self.resharded: list[str] = []
-        self.unknown_pieces: list[str] = []
         self._template = template
         self._saved = saved
         self._cast = casting.cast
@@ -166,7 +159,7 @@ class FillTargets:
         Meta tensors and read-only arrays are replaced. With `as_bits` values are never cast.
         """
         value = leaf.value
-        fqn, record = self._saved_tensor(name)
+        fqn, record = self.matcher.saved_tensor(name)
         # Ordinary tensors with the same key need the same cells.
         key = (
             (value.dtype, value.shape, record.dtype, record.shape, record.layout)
@@ -177,44 +170,37 @@ class FillTargets:
             # A tensor with the same key has passed the checks below.
             assert isinstance(value, torch.Tensor)
             if self._is_first_reader(name, value, value):
-                self._request(name, fqn, kind_cells, (value,))
+                self._request(_Fill(name, fqn, kind_cells, (value,)))
             return value
         try:
-            value, local = self._locate(name, leaf)
+            value, local = self.matcher.locate(name, leaf)
         except (TypeError, ValueError) as error:
             self.problems.append(str(error))
             return value
-        if (cells := self._find_cells(name, local, leaf, record.shape)) is None:
-            self.problems.append(self._mismatch_text(name, local, leaf))
+        cells, resized = self.matcher.find_cells(name, local, leaf, record.shape), None
+        if cells is None and not as_bits:
+            resized = self.matcher.find_resized(name, local, leaf)
+            cells = resized.cells if resized else None
+        if cells is None:
+            packed = self.dequantizer.packed_text(name)
+            self.problems.append(self.matcher.mismatch_text(name, local, leaf, packed))
             return value
         cast_from = record.dtype if cells and local.dtype != record.dtype else None
         scaling = self._scaling(name, local.dtype) if cast_from and not as_bits else None
         if cast_from and not self.check_dtype(name, local.dtype, as_bits=as_bits):
             return value
         if not local.parts or self._is_first_reader(name, value, local.parts[0]):
-            self._request(name, fqn, cells, local.parts, cast_from, scaling)
-            self._note_unknown_pieces(name, local, leaf)
+            self._request(_Fill(name, fqn, cells, local.parts, cast_from, scaling, resized))
+            self.matcher.note_unknown_pieces(name, local, leaf)
             # `cast` selects by name, so a cast tensor says nothing about other names.
-            is_kind = key is not None and cast_from is None
+            is_kind = key is not None and cast_from is None and resized is None
             if self._check_stored_layout(name, record, cells) and is_kind:
                 self._cells_by_kind[key] = cells
         return value
 
-    def _locate(self, name: str, leaf: TensorLeaf) -> tuple[object, LocalTensor]:
-        """Return the value of a leaf, or its replacement, and its part on this rank."""
-        value = leaf.value
-        if is_meta(value):
-            value = materialize(value)
-        elif is_array(value) and not value.flags.writeable:
-            value = value.copy()
-        local = self._describe(value, name)
-        if (rules := self._template.rules) is not None:
-            rules.check_dtensor(name, leaf, local)
-        return value, local
-
     def check_dtype(self, name: str, dtype: str, *, as_bits: bool = False) -> bool:
         """Return True if a saved tensor has this dtype or may be cast to it; else report it."""
-        saved = self._saved_tensor(name)[1].dtype
+        saved = self.matcher.saved_tensor(name)[1].dtype
         if dtype == saved or (not as_bits and self.dequantizer.is_settled(name, dtype)):
             return True
         if (why := self._why_no_cast(name, dtype, as_bits=as_bits)) is None:
@@ -231,29 +217,29 @@ class FillTargets:
             return "the inner tensors of a subclass are never cast"
         if self._cast is None or name not in self._cast:
             return "values are converted only with `cast`"
-        if not can_cast(self._saved_tensor(name)[1].dtype, dtype):
+        if not can_cast(self.matcher.saved_tensor(name)[1].dtype, dtype):
             return "`cast` converts only between floating dtypes, or without loss"
         return None
 
     def local_parts(self, name: str, value: object) -> tuple[torch.Tensor, ...]:
         """Return the parts of a tensor on this rank. TypeError or ValueError as for a load."""
-        return self._describe(value, name).parts
+        return self.matcher.describe(value, name).parts
 
     def can_fill(self, name: str, leaf: TensorLeaf) -> bool:
         """Return True if `request_fill` would accept class, shape and dtype."""
         if is_meta(leaf.value):
             return False
         try:
-            local = self._describe(leaf.value, name)
+            local = self.matcher.describe(leaf.value, name)
         except (TypeError, ValueError):
             return False
-        record = self._saved_tensor(name)[1]
-        cells = self._find_cells(name, local, leaf, record.shape)
-        return cells is not None and local.dtype == record.dtype
+        record = self.matcher.saved_tensor(name)[1]
+        fits = self.matcher.find_cells(name, local, leaf, record.shape) is not None
+        return (fits or self.matcher.can_resize(name, local.shape)) and local.dtype == record.dtype
 
     def request_whole(self, name: str) -> NewTensor:
         """Request a whole tensor in new host memory. Tied names share one new tensor."""
-        fqn, record = self._saved_tensor(name)
+        fqn, record = self.matcher.saved_tensor(name)
         as_array = name in self._saved.numpy
         if (fqn, as_array) not in self._whole_tensors:
             scaling = self._scaling(name, "float32")
@@ -280,18 +266,28 @@ class FillTargets:
             new = NewTensor(partial(torch.empty, shape, dtype=scale_dtype, device="cpu"))
             self._scale_tensors[scale] = new
             self.new_tensors.append(new)
-            self._request(scale, scale, (Region.whole(shape),), new)
-        return _Scaling(weight, self._saved_tensor(name)[1].shape, self._scale_tensors[scale])
+            self._request(_Fill(scale, scale, (Region.whole(shape),), new))
+        return _Scaling(
+            weight, self.matcher.saved_tensor(name)[1].shape, self._scale_tensors[scale]
+        )
 
     def request_like(self, name: str, hint: PlacementHint) -> NewTensor:
         """Request a new tensor: sharded like a parameter of the same shape, otherwise whole."""
-        record = self._saved_tensor(name)[1]
+        parameter = hint.parameter
+        if (found := self.matcher.find_resized_state(name, parameter, hint.rule_name)) is not None:
+            (resized, shape), dtype = found, self.matcher.saved_tensor(name)[1].dtype
+            make = partial(_zeros, parameter, shape, dtype)
+            return self._request_new(name, resized.cells, make, resized=resized)
+        return self._request_like(name, hint)
+
+    def _request_like(self, name: str, hint: PlacementHint) -> NewTensor:
+        record = self.matcher.saved_tensor(name)[1]
         whole, dtype, parameter = Region.whole(record.shape), record.dtype, hint.parameter
         if hint.on_host:
             return self.request_box(name, whole, torch.device("cpu"))
         if isinstance(parameter, ParameterPart):
             return self._like_part(name, parameter, record)
-        local, like = self._describe(parameter, name), parameter.detach()
+        local, like = self.matcher.describe(parameter, name), parameter.detach()
         rules = self._template.rules
         is_alike = record.shape == local.shape and isinstance(local.view, Whole)
         if is_alike and rules is not None and rules.sharding.flat and record.shape:
@@ -300,7 +296,7 @@ class FillTargets:
             numel = sum(cell.numel for cell in cells)
             return self._request_new(name, cells, partial(_new, like, (numel,), dtype))
         leaf = TensorLeaf(parameter, (hint.rule_name, tuple(parameter.shape)))
-        if (found := self._find_cells(name, local, leaf, record.shape)) is not None:
+        if (found := self.matcher.find_cells(name, local, leaf, record.shape)) is not None:
             return self._request_new(
                 name, found, lambda: empty_like(parameter, torch_dtype(record.dtype))
             )
@@ -311,7 +307,7 @@ class FillTargets:
 
     def request_box(self, name: str, box: Region, device: torch.device) -> NewTensor:
         """Request a box of a tensor in new memory."""
-        dtype = torch_dtype(self._saved_tensor(name)[1].dtype)
+        dtype = torch_dtype(self.matcher.saved_tensor(name)[1].dtype)
         cells = (box,) if box.numel else ()
         return self._request_new(
             name, cells, lambda: torch.empty(box.shape, dtype=dtype, device=device)
@@ -322,7 +318,7 @@ class FillTargets:
         if record.shape == part.global_shape:
             return self._request_new(
                 name,
-                self._describe(part, name).cells,
+                self.matcher.describe(part, name).cells,
                 lambda: replace(part, tensor=_new(part.tensor, part.tensor.shape, record.dtype)),
             )
         if record.shape:
@@ -346,15 +342,7 @@ class FillTargets:
         for tensor in self.new_tensors:
             tensor.value = tensor.make()
         targets: dict[tuple[str, int], Target] = {}
-        all_parts = [
-            _split_fused(
-                self._describe(fill.parts.value, fill.name).parts
-                if isinstance(fill.parts, NewTensor)
-                else fill.parts,
-                fill.cells,
-            )
-            for fill in self._fills
-        ]
+        all_parts = [self._find_memory(fill) for fill in self._fills]
         shared = find_aliased_tensors(all_parts)
         self._device_tensors += [part for parts in all_parts for part in parts if not part.is_cpu]
         for index, (fill, parts) in enumerate(zip(self._fills, all_parts, strict=True)):
@@ -417,89 +405,20 @@ class FillTargets:
         self._to_scale.clear()
         return overflown
 
+    def _find_memory(self, fill: _Fill) -> tuple[torch.Tensor, ...]:
+        """Return the memory of each cell of a request."""
+        parts = fill.parts
+        if isinstance(parts, NewTensor):
+            parts = self.matcher.describe(parts.value, fill.name).parts
+        parts = _split_fused(parts, fill.resized.live_cells if fill.resized else fill.cells)
+        return fill.resized.clip_parts(parts) if fill.resized else parts
+
     def _make_target(self, fill: _Fill, part: torch.Tensor, cell: Cell) -> Target:
         if fill.cast_from is None:
             return TensorTarget(part, cell)
         target = CastTarget(part, cell, torch_dtype(fill.cast_from))
         self._casts.append((fill.name, target))
         return target
-
-    def _saved_tensor(self, name: str) -> tuple[str, TensorRecord]:
-        tensor = self._saved.tensor(name)
-        assert tensor is not None, name
-        return tensor
-
-    def _describe(self, value: object, name: str) -> LocalTensor:
-        template = self._template
-        return locate_for_load(value, name, rank=template.rank, group_ranks=template.group_ranks)
-
-    def _find_cells(
-        self, name: str, local: LocalTensor, leaf: TensorLeaf, shape: Shape
-    ) -> tuple[Cell, ...] | None:
-        if (view := self._find_rule_view(name, local, leaf)) is not None:
-            if self._find_pieces_problem(name, view, leaf):
-                return None
-            return target_cells(view, local.shape, self._template.rank, shape)
-        return local.cells if local.shape == shape else None
-
-    def _find_pieces_problem(
-        self, name: str, view: RuleSharded | Flattened, leaf: TensorLeaf
-    ) -> str | None:
-        """Return why the pieces of a rule do not fit a saved tensor, or None."""
-        if not isinstance(view, RuleSharded):
-            return None
-        fqn, record = self._saved_tensor(name)
-        if view.pieces and len(record.shape) == len(view.axes):
-            return find_pieces_problem(view, record.shape)
-        fusion, rules = self._saved.catalog.fused.get(fqn), self._template.rules
-        if fusion is None or rules is None or fusion.dim >= len(view.axes):
-            return None
-        if rules.cuts_plainly(name, leaf, view, fusion.dim):
-            return (
-                f"it is fused of the pieces {[*fusion.sizes]} along dimension {fusion.dim}, which "
-                'the rule of the ShardingConfig cuts plainly: give the rule "pieces": '
-                f"{[*fusion.sizes]}, or [{sum(fusion.sizes)}] if the ranks have plain parts"
-            )
-        return None
-
-    def _note_unknown_pieces(self, name: str, local: LocalTensor, leaf: TensorLeaf) -> None:
-        """Record a tensor whose rule has pieces, but that is stored in parts without pieces."""
-        rules, (fqn, record) = self._template.rules, self._saved_tensor(name)
-        if rules is None or not rules.sharding.has_pieces or fqn in self._saved.catalog.fused:
-            return
-        view = self._find_rule_view(name, local, leaf)
-        is_fused = isinstance(view, RuleSharded) and len(view.pieces) > 1
-        if is_fused and self._saved.catalog.layouts[record.layout].cut.num_cells > 1:
-            self.unknown_pieces.append(name)
-
-    def _find_rule_view(
-        self, name: str, local: LocalTensor, leaf: TensorLeaf
-    ) -> RuleSharded | Flattened | None:
-        rules = self._template.rules
-        if rules is None or not isinstance(local.view, Whole):
-            return None
-        ruled = rules.view(name, leaf, local.shape)
-        return None if ruled is None else ruled[0]
-
-    def _mismatch_text(self, name: str, local: LocalTensor, leaf: TensorLeaf) -> str:
-        shape = f"{self._saved_tensor(name)[1].shape}{self._saved.source_text(name)}"
-        if packed := self.dequantizer.packed_text(name):
-            return (
-                f"{name}: saved with shape {shape}{packed}: dequantize it with the library that "
-                "wrote it, or exclude the name"
-            )
-        view = self._find_rule_view(name, local, leaf)
-        if view is None:
-            return (
-                f"{name}: saved with shape {shape}, the state has {local.shape}: create the model "
-                "as it was saved, or exclude the name"
-            )
-        if problem := self._find_pieces_problem(name, view, leaf):
-            return f"{name}: saved with shape {shape}: {problem}"
-        return (
-            f"{name}: saved with shape {shape}. By the ShardingConfig this rank has another part "
-            f"of it than the {local.shape} in the state: change the rule or the shape"
-        )
 
     def _is_first_reader(self, name: str, value: object, part: torch.Tensor) -> bool:
         """Return True if no earlier name reads the same saved tensor into the same memory.
@@ -514,9 +433,10 @@ class FillTargets:
             return True
         first = name
         for other in (earlier, name):
-            if (tie := tie_key(self._describe(self._values[other], other))) is not None:
+            if (tie := tie_key(self.matcher.describe(self._values[other], other))) is not None:
                 first = self._name_by_tie.setdefault(tie, other)
-        return first == name or self._saved_tensor(first)[0] != self._saved_tensor(name)[0]
+        stored = self.matcher.saved_tensor(name)[0]
+        return first == name or self.matcher.saved_tensor(first)[0] != stored
 
     def _request_new(
         self,
@@ -524,32 +444,26 @@ class FillTargets:
         cells: tuple[Cell, ...],
         make: Callable[[], object],
         scaling: _Scaling | None = None,
+        resized: Resized | None = None,
     ) -> NewTensor:
         tensor = NewTensor(make)
         self.new_tensors.append(tensor)
-        fqn, record = self._saved_tensor(name)
-        self._request(name, fqn, cells, tensor, record.dtype if scaling else None, scaling)
+        fqn, record = self.matcher.saved_tensor(name)
+        cast_from = record.dtype if scaling else None
+        self._request(_Fill(name, fqn, cells, tensor, cast_from, scaling, resized))
         self._check_stored_layout(name, record, cells)
         return tensor
 
-    def _request(
-        self,
-        name: str,
-        fqn: str,
-        cells: tuple[Cell, ...],
-        parts: tuple[torch.Tensor, ...] | NewTensor,
-        cast_from: str | None = None,
-        scaling: _Scaling | None = None,
-    ) -> None:
-        if (made := self._saved.derived.get(fqn)) is not None:
-            reads = tuple(self._request_pieces(made, cells))
-            if reads:  # otherwise the local tensor is empty
-                self._fills.append(_Fill(name, fqn, 0, cells, parts, cast_from, reads))
+    def _request(self, fill: _Fill) -> None:
+        """Add a request. Without cells the local tensor is empty, and nothing is filled."""
+        if (made := self._saved.derived.get(fill.fqn)) is not None:
+            if reads := tuple(self._request_pieces(made, fill.cells)):
+                self._fills.append(fill._replace(reads=reads))
             return
-        wanted = self._cells.get(fqn, ())
-        self._cells[fqn] = wanted + cells
-        if cells:  # otherwise the local tensor is empty
-            self._fills.append(_Fill(name, fqn, len(wanted), cells, parts, cast_from, (), scaling))
+        wanted = self._cells.get(fill.fqn, ())
+        self._cells[fill.fqn] = wanted + fill.cells
+        if fill.cells:
+            self._fills.append(fill._replace(first=len(wanted)) if wanted else fill)
 
     def _request_pieces(self, made: DerivedTensor, cells: tuple[Cell, ...]) -> Iterator[_BoxRead]:
         for number, cell in enumerate(cells):
@@ -562,7 +476,7 @@ class FillTargets:
         self, name: str, record: TensorRecord, cells: tuple[Cell, ...]
     ) -> bool:
         """Return True if all cells are cells of the stored layout; else record a resharded name."""
-        if self._saved_tensor(name)[0] in self._saved.derived:
+        if self.matcher.saved_tensor(name)[0] in self._saved.derived:
             return True  # it is stored in other tensors
         layout = self._saved.catalog.layouts[record.layout]
         if record.layout not in self._stored_cells:
@@ -576,6 +490,16 @@ class FillTargets:
 
 def _new(like: torch.Tensor, shape: Shape, dtype: str) -> torch.Tensor:
     return like.new_empty(shape, dtype=torch_dtype(dtype))
+
+
+def _zeros(like: torch.Tensor | ParameterPart, shape: Shape | None, dtype: str) -> object:
+    """Return zeros of a shape on the device of a parameter, or cut like it without a shape."""
+    if isinstance(like, ParameterPart):
+        tensor = like.tensor.new_zeros(shape or like.tensor.shape, dtype=torch_dtype(dtype))
+        return tensor if shape else replace(like, tensor=tensor)
+    if shape is None:
+        return empty_like(like, torch_dtype(dtype)).zero_()
+    return like.detach().new_zeros(shape, dtype=torch_dtype(dtype))
 
 
 def _split_fused(

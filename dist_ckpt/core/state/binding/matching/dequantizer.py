@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -13,6 +13,7 @@ from dist_ckpt.core.format.index.index import TensorRecord
 from dist_ckpt.core.planning.name_selection import Selection
 from dist_ckpt.core.planning.weight_scales import ScaledWeight, WeightScales, is_one_byte
 from dist_ckpt.core.shard_io.memory.dequantize import multiply_by_scale
+from dist_ckpt.core.state.binding.matching.resizing import Resize
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree
 from dist_ckpt.core.state.binding.template import Template
 from dist_ckpt.message_text import listed
@@ -22,15 +23,17 @@ _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True)
 class Casting:
-    """Which tensors of the state may have another dtype than the saved ones, and how they convert.
+    """Which tensors of the state may differ from the saved ones, and how they convert.
 
-    `cast` selects their names; None for none. With `dequantize`, an 8-bit weight is multiplied by
-    its scale. `stated_blocks` are sizes of the blocks of scales that the checkpoints state.
+    `cast` selects the names whose dtype may differ; None for none. With `dequantize`, an 8-bit
+    weight is multiplied by its scale. `stated_blocks` are sizes of the blocks of scales that the
+    checkpoints state. `resize` has the patterns of names whose padding may differ, with their rows.
     """
 
     cast: Selection | None = None
     dequantize: bool = False
     stated_blocks: Sequence[Shape] = ()
+    resize: Resize = field(default_factory=dict)
 
 
 NO_CASTING = Casting()
