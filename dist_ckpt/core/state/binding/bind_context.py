@@ -85,7 +85,7 @@ class BindContext:
         self.template = template
         self.saved = saved
         self.targets = FillTargets(template, saved, casting)
-        self._cast, self._resize = casting.cast, Selection(tuple(casting.resize))
+        self._casting = casting
         self.problems = self.targets.problems
         self.warnings: list[str] = []
         self.assumed: list[str] = []
@@ -131,13 +131,10 @@ class BindContext:
             yield from self.saved.leaves
             yield from self.template.names()
 
-        cast = self._cast.pattern_problems(names()) if self._cast is not None else ()
-        resized = self._resize.pattern_problems(names())
         return (
             *self.saved.name_problems,
             *self._selection.pattern_problems(names()),
-            *(problem.replace("include", "cast", 1) for problem in cast),
-            *(problem.replace("include", "resize", 1) for problem in resized),
+            *self._casting.pattern_problems(names),
         )
 
     def unrequested(self) -> tuple[str, ...]:
@@ -347,12 +344,6 @@ class BindContext:
         if self.template.rules is not None:
             self.problems.append(
                 f"{name}: a ShardingConfig has no rules for such state: exclude it"
-            )
-            return None
-        names, shape = self.targets.matcher.resized_names, tuple(hint.parameter.shape)
-        if names.find_rows(name) is not None and names.find_parameter_shape(name) != shape:
-            self.problems.append(
-                f"{name}: quantized state cannot follow a parameter that is resized: exclude it"
             )
             return None
         for part in parts:

@@ -108,7 +108,12 @@ def new_subclass_tensor(
 
     Raises CheckpointError if the class or the record does not fit.
     """
-    whole = _trial(saved, name, hint)
+    whole, resized = _trial(saved, name, hint), targets.matcher.resized_names
+    if resized.find_rows(name) is not None and whole.shape != hint.parameter.shape:
+        raise IncompatibleError(
+            f"{name}: saved as a {class_name(whole)}, which cannot follow a parameter that is "
+            "resized: exclude it"
+        )
     if isinstance(hint.parameter, ParameterPart):
         raise IncompatibleError(
             f"{name}: saved as a {class_name(whole)} for a parameter that FSDP1 has cut into "

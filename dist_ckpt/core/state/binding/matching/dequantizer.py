@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -34,6 +34,13 @@ class Casting:
     dequantize: bool = False
     stated_blocks: Sequence[Shape] = ()
     resize: Resize = field(default_factory=dict)
+
+    def pattern_problems(self, names: Callable[[], Iterable[str]]) -> Iterator[str]:
+        """Yield a problem for each pattern that matches none of `names()`, read only if needed."""
+        selections = {"cast": self.cast, "resize": Selection(tuple(self.resize))}
+        for option, selection in selections.items():
+            for problem in selection.pattern_problems(names()) if selection is not None else ():
+                yield problem.replace("include", option, 1)
 
 
 NO_CASTING = Casting()
