@@ -28,6 +28,7 @@ _TABLE = (
     DType("complex128", 16),
     DType("complex64", 8, "C64"),
     DType("complex32", 4),
+    DType("bcomplex32", 4),  # two bfloat16, of torch 2.14
     DType("float8_e4m3fn", 1, "F8_E4M3"),
     DType("float8_e5m2", 1, "F8_E5M2"),
     DType("float8_e8m0fnu", 1, "F8_E8M0"),

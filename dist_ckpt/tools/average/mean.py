@@ -41,6 +41,7 @@ SUM_DTYPES: Mapping[str, tuple[str, str]] = {
     "complex128": ("float64", "float64"),
     "complex64": ("float32", "float32"),
     "complex32": ("float16", "float32"),
+    "bcomplex32": ("bfloat16", "float32"),
     "float8_e4m3fn": ("float8_e4m3fn", "float32"),
     "float8_e5m2": ("float8_e5m2", "float32"),
     "float8_e4m3fnuz": ("float8_e4m3fnuz", "float32"),

@@ -15,9 +15,16 @@ def test_a_code_is_torchs_name_and_its_size_is_torchs(name):
     assert DTYPES[name].name == name
 
 
+# The newest torch whose dtypes the table lists. A later torch may add some: they are refused by
+# name, as `test_every_dtype_of_torch_can_be_stored_or_is_quantised` checks.
+NEWEST_TORCH = (2, 14)
+
+
 def test_every_dtype_of_torch_but_the_quantised_has_a_code():
     names = {str(d).removeprefix("torch.") for d in vars(torch).values() if type(d) is torch.dtype}
-    assert {n for n in names if not n.startswith(("quint", "qint"))} <= set(DTYPES)
+    new = {name for name in names if not name.startswith(("quint", "qint"))} - set(DTYPES)
+    if tuple(map(int, torch.__version__.split(".")[:2])) <= NEWEST_TORCH:
+        assert new == set()
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=list(DTYPES))

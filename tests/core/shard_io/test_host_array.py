@@ -19,7 +19,7 @@ from dist_ckpt.core.format.geometry import (
     pieces,
     row_major_strides,
 )
-from dist_ckpt.core.shard_io.memory.host_array import Array, ArrayTarget
+from dist_ckpt.core.shard_io.memory.host_array import Array, ArrayTarget, numbers
 
 SIZES = st.sampled_from([1, 2, 4, 8, 16])
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -200,3 +200,19 @@ def test_an_array_of_one_element_is_a_number():
         for use in (bool, float, Array.item):
             with pytest.raises(ValueError, match="is not one number: index it, or use"):
                 use(Array("int8", (size,), memoryview(bytes(size))))
+
+
+def test_complex_numbers_of_bfloat16_are_pairs_of_it():
+    parts = torch.tensor([1.5, -2.0, 0.125, 3e30], dtype=torch.bfloat16)
+    data = memoryview(bytearray(parts.view(torch.uint8).tolist()))
+    array = Array("bcomplex32", (2,), data)
+    real = parts.float().tolist()
+    expected = [complex(real[0], real[1]), complex(real[2], real[3])]
+    assert array.tolist() == expected
+    assert array[1].item() == expected[1]
+    assert numbers("bcomplex32", data).tolist() == expected
+    if hasattr(torch, "bcomplex32"):
+        assert array.torch().dtype == torch.bcomplex32
+    else:
+        with pytest.raises(TypeError, match="has no bcomplex32: upgrade torch"):
+            array.torch()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.state.tensors.local_tensors import (
     dtype_name,
     from_numpy,
@@ -33,8 +34,9 @@ def test_every_dtype_of_torch_can_be_stored_or_is_quantised():
     for dtype in dtypes:
         if "q" in str(dtype):
             continue
-        if str(dtype) == "torch.bcomplex32":  # experimental in torch 2.14, and not in the format
-            with pytest.raises(TypeError, match="w: dtype bcomplex32 cannot be stored"):
+        name = str(dtype).removeprefix("torch.")
+        if name not in DTYPES:  # of a newer torch than tests/core/format/test_dtypes.py knows
+            with pytest.raises(TypeError, match=f"w: dtype {name} cannot be stored"):
                 dtype_name(dtype, "w")
             continue
         assert torch_dtype(dtype_name(dtype, "w")) == dtype

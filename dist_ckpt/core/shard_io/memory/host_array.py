@@ -122,9 +122,10 @@ class Array:
         return _nest(iter(self._values()), self.shape)
 
     def _values(self) -> Sequence[object]:
-        if self.dtype == "bfloat16":
+        if self.dtype in ("bfloat16", "bcomplex32"):
             halves = struct.iter_unpack("<2s", self.data)
-            return [struct.unpack("<f", b"\0\0" + half)[0] for (half,) in halves]
+            reals = [struct.unpack("<f", b"\0\0" + half)[0] for (half,) in halves]
+            return reals if self.dtype == "bfloat16" else [*map(complex, reals[::2], reals[1::2])]
         if part := _COMPLEX.get(self.dtype):
             pairs = struct.iter_unpack(f"<2{_STRUCT[part]}", self.data)
             return [complex(real, imaginary) for real, imaginary in pairs]
@@ -327,7 +328,7 @@ _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 def has_numbers(dtype: str) -> bool:
     """Return True if `numbers` supports a dtype. Bits and tiny integers are unsupported."""
-    converted = ("bfloat16", "complex32", "float8_e8m0fnu", "float4_e2m1fn_x2")
+    converted = ("bfloat16", "complex32", "bcomplex32", "float8_e8m0fnu", "float4_e2m1fn_x2")
     return dtype in _NUMPY or dtype in _TINY_FLOATS or dtype in converted
 
 
@@ -345,8 +346,9 @@ def numbers(dtype: str, data: memoryview) -> np.ndarray:
         raise TypeError(f"elements of {dtype} are not numbers")
     numpy = numpy_module()
     values: np.ndarray
-    if dtype == "bfloat16":
-        values = (numpy.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+    if dtype in ("bfloat16", "bcomplex32"):
+        reals = (numpy.frombuffer(data, "<u2").astype("<u4") << 16).view("<f4")
+        values = reals if dtype == "bfloat16" else reals.view("<c8")
     elif dtype == "complex32":
         values = numpy.frombuffer(data, "<f2").astype("<f4").view("<c8")
     elif dtype == "bool":
