@@ -137,7 +137,12 @@ def _rename_objects(
     )
     files = {
         filenames.OBJECTS: ObjectsFile(
-            tree, {**values, **lists}, {}, tuple(sorted(saved.numpy)), main.metadata
+            tree,
+            {**values, **lists},
+            {},
+            tuple(sorted(saved.numpy)),
+            main.metadata,
+            uncut=saved.uncut,
         )
     }
     ranks = {rank for keys in catalog.per_rank.values() for _, rank in keys}

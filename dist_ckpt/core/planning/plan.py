@@ -71,6 +71,7 @@ class Inventory(Message, frozen=True):
     versions: tuple[tuple[str, str, str], ...] | None = None
     has_text_keys: bool = False  # DCP has flattened the state
     replicas: tuple[tuple[str, ReplicaRule], ...] = ()  # (fqn, rule)
+    uncut: tuple[tuple[str, str], ...] = ()  # as in `ObjectsFile`
 
 
 # --- saving ----------------------------------------------------------------------------------
@@ -90,6 +91,7 @@ class SavePlan:
     linkable: frozenset[int] = frozenset()  # components with files that later saves can link
     objects: tuple[str, ...] = ()
     has_text_keys: bool = False
+    uncut: tuple[tuple[str, str], ...] = ()
 
 
 class BatchPart(NamedTuple):

@@ -242,6 +242,14 @@ class ShardingConfig:
         """True if a rule names the pieces of a fused tensor."""
         return any(rule.pieces for rule in self._rules.values())
 
+    def names_state(self, name: str) -> bool:
+        """Return True if a rule is for an entry of optimizer state, such as `*.exp_avg`."""
+        key = name.rpartition(".")[2]
+        return any(
+            pattern.rpartition(".")[2] == key and fnmatchcase(name, pattern)
+            for pattern in self.rules
+        )
+
     def has_rule(self, name: str) -> bool:
         """Return True if a rule matches a parameter, so that `default` does not apply to it."""
         return any(fnmatchcase(name, pattern) for pattern in self.rules)
@@ -268,7 +276,7 @@ def find_rule_view(
     config: ShardingConfig, name: str, shape: Shape, parameter: tuple[str, Shape] | None
 ) -> RuleSharded:
     """Return how a tensor is cut. `parameter` is the name and shape of its parameter."""
-    if parameter is None:
+    if parameter is None or config.names_state(name):
         return config.view_for(name, len(shape))
     if parameter[1] != shape:
         return RuleSharded(config.ranks(), ((),) * len(shape))

@@ -151,6 +151,7 @@ def merge_objects_files(
         numpy=(*live.numpy, *(fqn for fqn in source.numpy if fqn in names)),
         objects=tuple(dict.fromkeys((*live.objects, *_carried_objects(source, names)))),
         has_text_keys=live.has_text_keys or source.has_text_keys,
+        uncut={**{fqn: how for fqn, how in source.uncut.items() if fqn in names}, **live.uncut},
     )
 
 

@@ -282,6 +282,7 @@ def encode_objects_files(
             metadata=dict(metadata),
             objects=plan.objects,
             has_text_keys=plan.has_text_keys,
+            uncut=dict(plan.uncut),
         )
         files[filenames.OBJECTS] = objects_file.encode(main)
         stored = {}

@@ -20,6 +20,7 @@ from dist_ckpt.core.planning.plan import Inventory, NameList, TensorEntry
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.planning.tensor_views import Flattened, RuleSharded, View, Whole, piece_sizes
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorReader, synchronize
+from dist_ckpt.core.state.elementwise_state import find_uncut
 from dist_ckpt.core.state.fsdp1.fsdp1_optimizers import with_original_params
 from dist_ckpt.core.state.named_optimizers import (
     ParameterName,
@@ -179,6 +180,7 @@ class _InventoryBuilder:
     name_lists: list[NameList] = field(default_factory=list)
     numpy: list[str] = field(default_factory=list)
     objects: list[str] = field(default_factory=list)
+    uncut: dict[str, str] = field(default_factory=dict)
     num_objects_around: int = 0
     parts: dict[str, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     values: dict[str, object] = field(default_factory=dict)
@@ -223,6 +225,7 @@ class _InventoryBuilder:
             parameters=parameter_ranges((entry.fqn for entry in self.tensors), self.parameters),
             objects=tuple(self.objects),
             versions=tuple(self.versions),
+            uncut=tuple(self.uncut.items()),
         )
         return LocalState(inventory, self.parts, self.values, self.per_rank, self.owners)
 
@@ -304,11 +307,13 @@ class _InventoryBuilder:
     def _add_optimizer(self, fqn: str, leaf: OptimizerLeaf) -> None:
         optimizer, groups = leaf.state, child_name(fqn, GROUPS)
         self._add_container(fqn, "dict", (STATE, GROUPS, *leaf.further))
-        states: Tree = states_branch(optimizer, self.names[fqn], fqn)
+        states = states_branch(optimizer, self.names[fqn], fqn)
+        self.uncut.update(find_uncut(optimizer, states, fqn, self.names[fqn], self.rules))
         if not self.selection.is_everything:
             chosen = select_leaves(states, child_name(fqn, STATE), self.selection, lambda *_: ())
-            states = chosen or Branch("dict", None, {})
-        self._add(child_name(fqn, STATE), states)
+            self._add(child_name(fqn, STATE), chosen or Branch("dict", None, {}))
+        else:
+            self._add(child_name(fqn, STATE), states)
         self._add_container(groups, "list", range(len(optimizer.groups)))
         for number, group in enumerate(optimizer.groups):
             full = child_name(groups, number)

@@ -88,6 +88,10 @@ class ShardingRules:
         view = find_rule_view(self.sharding, name, shape, parameter)
         return (view, shape) if any(view.axes) else None
 
+    def names_state(self, fqn: str) -> bool:
+        """Return True if a rule is for this entry of optimizer state."""
+        return self.sharding.names_state(self._name(fqn))
+
     def cuts_plainly(self, fqn: str, leaf: TensorLeaf, view: RuleSharded, dim: int) -> bool:
         """Return True if a rule, not the default, cuts a dimension over ranks without pieces."""
         name, parameter = self._find_names(fqn, leaf)

@@ -328,6 +328,7 @@ def _drop_from_objects(
         per_rank={fqn: values for fqn, values in file.per_rank.items() if stays(fqn)},
         numpy=tuple(fqn for fqn in file.numpy if stays(fqn)),
         objects=tuple(fqn for fqn in file.objects if stays(fqn)),
+        uncut={fqn: how for fqn, how in file.uncut.items() if stays(fqn)},
     )
 
 

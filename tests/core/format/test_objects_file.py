@@ -134,6 +134,24 @@ def test_a_file_says_if_its_keys_are_those_of_dcp():
         decode(encode_value({**decode_value(golden.read_bytes()), "text_keys": 1}))
 
 
+def test_a_file_names_state_that_was_not_cut_and_may_lack_the_field():
+    golden = Path(__file__).parents[2] / "golden" / "objects-1-uncut.msgpack"
+    file = ObjectsFile(
+        (Node("", "dict", ("optim",)),),
+        {"optim.param_groups.0": {"lr": 0.5}},
+        uncut={"optim.state.w.L": "whole", "optim.state.w.R": "joined"},
+    )
+    assert encode(file) == golden.read_bytes()
+    assert decode(golden.read_bytes()) == file
+    without = encode(replace(file, uncut={}))
+    assert b"uncut" not in without
+    assert decode(without).uncut == {}
+    for uncut in (["optim.state.w.L"], {"optim.state.w.L": "cut"}, {"a": 1}, {1: "whole"}, None):
+        doc = {**decode_value(golden.read_bytes()), "uncut": uncut}
+        with pytest.raises(CorruptError):
+            decode(encode_value(doc))
+
+
 @given(PLAIN)
 def test_plain_data_comes_back_with_its_types_and_bits(value):
     data = encode_value(value)

@@ -53,7 +53,12 @@ class InMemory:
         main = {fqn: value for fqn, value in values.items() if not ranks[fqn]}
         self._main = objects_file.encode(
             objects_file.ObjectsFile(
-                plan.tree, {**main, **names}, {}, plan.numpy, objects=plan.objects
+                plan.tree,
+                {**main, **names},
+                {},
+                plan.numpy,
+                objects=plan.objects,
+                uncut=dict(plan.uncut),
             )
         )
         self._others = {

@@ -192,6 +192,10 @@ class Index:
         return filenames.shard_file(self.catalog.components[record.component].stem, record.rank)
 
 
+# How a tensor of an optimizer was that is not cut with its parameter: see `ObjectsFile.uncut`.
+WHOLE, JOINED = "whole", "joined"
+
+
 class Node(Message, frozen=True):
     """A container of the state: its class and its keys, in order."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dist_ckpt.core.format import filenames
-from dist_ckpt.core.format.index.index import Catalog, Key, Node
+from dist_ckpt.core.format.index.index import JOINED, WHOLE, Catalog, Key, Node
 from dist_ckpt.core.format.objects.plain_codec import decode_value, encode_value, expect
 from dist_ckpt.core.format.objects.plain_types import Placeholder, cost_of
 from dist_ckpt.core.format.strict_json import (
@@ -26,6 +26,7 @@ from dist_ckpt.core.format.strict_json import (
     mapping,
     max_memory,
     memory_problem,
+    quote,
 )
 from dist_ckpt.errors import IncompatibleError
 
@@ -38,7 +39,11 @@ _NUM_LEVELS_AROUND = 5
 # The limit of paths to one container: ranks may cut its name at different dots.
 _MAX_PATHS = 64
 
-_FIELDS = ("format", "tree", "values", "per_rank", "numpy", "metadata", "objects", "text_keys")
+_FIELDS = (
+    *("format", "tree", "values", "per_rank", "numpy", "metadata", "objects", "text_keys"),
+    "uncut",
+)
+_UNCUT = frozenset({WHOLE, JOINED})
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,9 @@ class ObjectsFile:
     `numpy` lists the tensors that were numpy arrays. `metadata` is the user's. `objects` has the
     names of objects whose `state_dict` was saved. Files from before 2026-12 have none. With
     `has_text_keys`, DCP has made text of all keys, and "dict" of all mappings.
+
+    `uncut` has tensors of optimizers that were not cut with their parameter: `WHOLE` on every rank
+    of a DTensor, or `JOINED` by a rule of tensors that may each have a meaning on one rank only.
     """
 
     tree: tuple[Node, ...] = ()
@@ -57,6 +65,7 @@ class ObjectsFile:
     metadata: Mapping[str, object] = field(default_factory=dict)
     objects: tuple[str, ...] = ()
     has_text_keys: bool = False
+    uncut: Mapping[str, str] = field(default_factory=dict)
 
 
 def encode(file: ObjectsFile) -> bytes:
@@ -76,6 +85,8 @@ def encode(file: ObjectsFile) -> bytes:
         doc["objects"] = list(file.objects)
     if file.has_text_keys:
         doc["text_keys"] = True
+    if file.uncut:
+        doc["uncut"] = dict(file.uncut)
     data = encode_value(doc, "objects", around=_NUM_LEVELS_AROUND)
     if len(data) > MAX_NBYTES:
         raise ValueError(
@@ -118,8 +129,10 @@ def decode(
         raise IncompatibleError(f"{label}: {error}") from error
     check_version(doc, label)
     try:
-        doc = {"objects": [], "text_keys": False, **mapping(doc, label)}
-        _, tree, values, per_rank, numpy, metadata, objects, texts = fields(doc, _FIELDS, label)
+        doc = {"objects": [], "text_keys": False, "uncut": {}, **mapping(doc, label)}
+        _, tree, values, per_rank, numpy, metadata, objects, texts, uncut = fields(
+            doc, _FIELDS, label
+        )
         return ObjectsFile(
             tree=_decode_tree(tree),
             values=_decode_named(values),
@@ -128,6 +141,7 @@ def decode(
             metadata=expect(metadata, dict),
             objects=tuple(expect(fqn, str) for fqn in expect(objects, list)),
             has_text_keys=expect(texts, bool),
+            uncut={fqn: _decode_uncut(how) for fqn, how in _decode_named(uncut).items()},
         )
     except ValueError as error:
         raise corrupt_error(label, str(error)) from None
@@ -169,6 +183,13 @@ def find_missing(
 
 def _decode_named(value: Any) -> dict[str, Any]:
     return {expect(fqn, str): item for fqn, item in expect(value, dict).items()}
+
+
+def _decode_uncut(value: Any) -> str:
+    how: str = expect(value, str)
+    if how not in _UNCUT:
+        raise ValueError(f"a tensor that is {quote(how)}, not one of {sorted(_UNCUT)}")
+    return how
 
 
 def _decode_tree(rows: Any) -> tuple[Node, ...]:

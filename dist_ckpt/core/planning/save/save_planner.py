@@ -136,6 +136,7 @@ def plan_save(
         linkable=linkable,
         objects=tuple(dict.fromkeys(fqn for sent in distinct for fqn in sent.inventory.objects)),
         has_text_keys=any(sent.inventory.has_text_keys for sent in distinct),
+        uncut=tuple({fqn: how for sent in distinct for fqn, how in sent.inventory.uncut}.items()),
     )
 
 

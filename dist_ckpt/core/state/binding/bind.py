@@ -33,7 +33,6 @@ from dist_ckpt.core.state.binding.matching.dequantizer import NO_CASTING, Castin
 from dist_ckpt.core.state.binding.required_keys import find_missing_keys, read_keys
 from dist_ckpt.core.state.binding.sources.rename import suggest_rules
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, build_saved_tree
-from dist_ckpt.core.state.binding.targets import PlacementHint
 from dist_ckpt.core.state.binding.template import Template, live_children, read_template
 from dist_ckpt.core.state.binding.values import (
     FixedValue,
@@ -43,6 +42,7 @@ from dist_ckpt.core.state.binding.values import (
     fill_empty,
     set_metadata,
 )
+from dist_ckpt.core.state.elementwise_state import PlacementHint
 from dist_ckpt.core.state.tree.containers import (
     child_name,
     container_entries,

@@ -14,7 +14,7 @@ from dist_ckpt.core.planning.name_selection import Selection
 from dist_ckpt.core.state.binding.matching.dequantizer import Casting
 from dist_ckpt.core.state.binding.new_subclasses import new_subclass_tensor
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, format_mesh
-from dist_ckpt.core.state.binding.targets import FillTargets, PlacementHint
+from dist_ckpt.core.state.binding.targets import FillTargets
 from dist_ckpt.core.state.binding.template import Template, has_entries, live_children, live_value
 from dist_ckpt.core.state.binding.values import (
     FixedValue,
@@ -23,6 +23,7 @@ from dist_ckpt.core.state.binding.values import (
     new_own_copy,
     own_copy_setter,
 )
+from dist_ckpt.core.state.elementwise_state import PlacementHint
 from dist_ckpt.core.state.tensors.local_tensors import class_name
 from dist_ckpt.core.state.tensors.locate_tensor import is_meta
 from dist_ckpt.core.state.tensors.tensor_subclasses import difference

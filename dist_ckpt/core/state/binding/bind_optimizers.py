@@ -14,10 +14,10 @@ parameter is renamed too (`Rename._move_with_parameter` in `sources/rename.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from copy import deepcopy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache, partial
 from inspect import signature
 from itertools import count, takewhile
@@ -25,10 +25,11 @@ from typing import Any
 
 import torch
 
+from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.state.binding.bind_context import BindContext
 from dist_ckpt.core.state.binding.new_subclasses import subclass_types
-from dist_ckpt.core.state.binding.targets import PlacementHint
 from dist_ckpt.core.state.binding.values import FixedValue, NewContainer, Value
+from dist_ckpt.core.state.elementwise_state import PlacementHint, elementwise_keys
 from dist_ckpt.core.state.fsdp1.fsdp1_optimizers import FlatOptimizer
 from dist_ckpt.core.state.named_optimizers import (
     LOCAL_KEYS,
@@ -304,6 +305,7 @@ def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
     before, restored = len(context.value_setters), len(context.restored)
     conversion = _Conversion(fqn, optimizer)
     classes = subclass_types(optimizer.optimizer)
+    outcomes = cache(lambda: elementwise_keys(_saved_shapes(context, optimizer, stored, state)))
     for number, group in enumerate(optimizer.groups):
         params = [stored[id(parameter)] for parameter in group["params"]]
         full = child_name(groups, number)
@@ -311,7 +313,7 @@ def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
         saved_groups = (
             dict.fromkeys(saved[n] for n in params if n in saved) if params and saved else [full]
         )
-        for hint in _placements(optimizer, group, names, classes):
+        for hint in _placements(optimizer, group, names, classes, outcomes):
             name = stored[id(hint.parameter)]
             of_state = child_name(state, name)
             context.targets.matcher.resized_names.follow_parameter(
@@ -345,11 +347,28 @@ def _placements(
     group: Mapping[str, Any],
     names: Mapping[int, ParameterName],
     classes: Mapping[str, type[torch.Tensor]],
+    outcomes: Callable[[], Mapping[str, bool]],
 ) -> Iterator[PlacementHint]:
     """Yield the placement for each parameter of a group whose state is on this rank."""
     on_host = not (group.get("capturable") or group.get("fused"))
     for parameter in filter(optimizer.has_state_here, group["params"]):
-        yield PlacementHint(parameter, names[id(parameter)].rule_name, on_host, classes)
+        rule_name = names[id(parameter)].rule_name
+        yield PlacementHint(parameter, rule_name, on_host, classes, outcomes)
+
+
+def _saved_shapes(
+    context: BindContext, optimizer: OptimizerState, stored: Mapping[int, str], state: str
+) -> Iterator[tuple[str, Shape, Shape]]:
+    """Yield the key, the shape of the parameter, and the shape of each saved tensor of state."""
+    for parameter in optimizer.parameters():
+        name = stored[id(parameter)]
+        whole = getattr(parameter, "global_shape", parameter.shape)
+        record = context.saved.tensor(name)
+        shape = tuple(whole) if record is None else record[1].shape
+        for key, child in context.children(child_name(state, name)):
+            for leaf in (child, *context.saved.below(child)):
+                if (tensor := context.saved.tensor(leaf)) is not None:
+                    yield str(key), shape, tensor[1].shape
 
 
 def _bind_flat(
@@ -493,12 +512,12 @@ def _request_entry(
     """Request one entry of a parameter's state. Report a live entry of another kind."""
     if context.saved.has_copies(name):
         on_host = hint.on_host and key == "step"
-        return context.request_subtree(name, live, replace(hint, on_host=on_host))
+        return context.request_subtree(name, live, hint.of_entry(key, on_host=on_host))
     if (saved := context.saved.tensor(name)) is None:
         if isinstance(live, TensorLeaf) and not _is_replaceable(context, name, live):
             context.report_mismatch(name, "a tensor")
             return None
-        return context.request_subtree(name, live, replace(hint, on_host=False))
+        return context.request_subtree(name, live, hint.of_entry(key, on_host=False))
     if isinstance(live, TensorLeaf):
         context.restore(name)
         return FixedValue(context.targets.request_fill(name, live))
@@ -509,7 +528,7 @@ def _request_entry(
         return None
     # As in torch, the step count is in host memory, unless the step is computed on the device.
     on_host = hint.on_host and key == "step"
-    return context.request_subtree(name, None, replace(hint, on_host=on_host))
+    return context.request_subtree(name, None, hint.of_entry(key, on_host=on_host))
 
 
 def _is_replaceable(context: BindContext, name: str, live: TensorLeaf) -> bool:

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from dist_ckpt.core.format.geometry import Region, Shape, row_major_strides
 from dist_ckpt.core.runtime.torch_private import local_tensor
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree
-from dist_ckpt.core.state.binding.targets import FillTargets, NewTensor, PlacementHint
+from dist_ckpt.core.state.binding.targets import FillTargets, NewTensor
+from dist_ckpt.core.state.elementwise_state import PlacementHint
 from dist_ckpt.core.state.fsdp1.fsdp1_modules import ParameterPart
 from dist_ckpt.core.state.tensors.dtensors import dtensor_like, local_of
 from dist_ckpt.core.state.tensors.local_tensors import class_name, full_name, torch_dtype

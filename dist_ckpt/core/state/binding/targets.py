@@ -7,15 +7,15 @@ copied. If the copies do not agree on the shared bytes, `finish_tensors` raises 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from dist_ckpt.core.format.geometry import Cell, Region, RegionPiece, Shape
-from dist_ckpt.core.format.index.index import TensorRecord
+from dist_ckpt.core.format.index.index import JOINED, WHOLE, TensorRecord
 from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.planning.tensor_operations import DerivedTensor, SourceBox
 from dist_ckpt.core.planning.tensor_views import Flattened, Whole, compute_cells
@@ -40,8 +40,9 @@ from dist_ckpt.core.state.binding.matching.resizing import Resized
 from dist_ckpt.core.state.binding.matching.tensor_matcher import TensorMatcher
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree
 from dist_ckpt.core.state.binding.template import Template
+from dist_ckpt.core.state.elementwise_state import PlacementHint, uncut_problem
 from dist_ckpt.core.state.fsdp1.fsdp1_modules import ParameterPart
-from dist_ckpt.core.state.tensors.dtensors import split_boxes
+from dist_ckpt.core.state.tensors.dtensors import new_uncut, split_boxes
 from dist_ckpt.core.state.tensors.local_tensors import as_numpy, is_ordinary, torch_dtype
 from dist_ckpt.core.state.tensors.locate_tensor import empty_like, is_meta, tie_key
 from dist_ckpt.core.state.tree.state_tree import TensorLeaf
@@ -59,20 +60,6 @@ class NewTensor:
     def __call__(self) -> object:
         """Return the tensor, created and read."""
         return self.value
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlacementHint:
-    """The parameter whose placement new optimizer state gets, and its name for sharding rules.
-
-    With `on_host` the state stays in host memory. `classes` are the tensor subclasses that may be
-    created, by their full names.
-    """
-
-    parameter: torch.Tensor | ParameterPart
-    rule_name: str
-    on_host: bool = False
-    classes: Mapping[str, type[torch.Tensor]] = field(default_factory=dict)
 
 
 class _BoxRead(NamedTuple):
@@ -286,24 +273,41 @@ class FillTargets:
         if hint.on_host:
             return self.request_box(name, whole, torch.device("cpu"))
         if isinstance(parameter, ParameterPart):
-            return self._like_part(name, parameter, record)
+            return self._like_part(name, parameter, record, hint)
         local, like = self.matcher.describe(parameter, name), parameter.detach()
         rules = self._template.rules
+        was_whole = self._saved.uncut.get(name) == WHOLE
         is_alike = record.shape == local.shape and isinstance(local.view, Whole)
+        is_alike = is_alike and hint.fits(record.shape)
         if is_alike and rules is not None and rules.sharding.flat and record.shape:
             flat = Flattened(rules.sharding.ranks())
             cells = compute_cells(flat, self._template.rank, record.shape)
             numel = sum(cell.numel for cell in cells)
             return self._request_new(name, cells, partial(_new, like, (numel,), dtype))
         leaf = TensorLeaf(parameter, (hint.rule_name, tuple(parameter.shape)))
-        if (found := self.matcher.find_cells(name, local, leaf, record.shape)) is not None:
+        found = None if was_whole else self.matcher.find_cells(name, local, leaf, record.shape)
+        if found is not None and self._is_cut(name, record, found, hint):
             return self._request_new(
                 name, found, lambda: empty_like(parameter, torch_dtype(record.dtype))
             )
-        if not record.shape:
+        if not record.shape or was_whole:
             return self.request_box(name, whole, parameter.device)
         # The result of `new_zeros` in an optimizer: replicated if the parameter is a DTensor.
-        return self._request_new(name, (whole,), partial(_new, like, record.shape, dtype))
+        make = partial(new_uncut, like, record.shape, torch_dtype(dtype))
+        return self._request_new(name, (whole,), make)
+
+    def _is_cut(
+        self, name: str, record: TensorRecord, cells: tuple[Cell, ...], hint: PlacementHint
+    ) -> bool:
+        """Return True if new state is cut like its parameter; report state that may not be."""
+        was_cut = self._saved.catalog.layouts[record.layout].cut.num_cells > 1
+        rules = self._template.rules
+        if hint.fits(record.shape) or was_cut or (rules is not None and rules.names_state(name)):
+            return True
+        is_unknown = hint.elementwise is None
+        if is_unknown and cells != (Region.whole(record.shape),):
+            self.problems.append(uncut_problem(name))
+        return is_unknown
 
     def request_box(self, name: str, box: Region, device: torch.device) -> NewTensor:
         """Request a box of a tensor in new memory."""
@@ -313,9 +317,11 @@ class FillTargets:
             name, cells, lambda: torch.empty(box.shape, dtype=dtype, device=device)
         )
 
-    def _like_part(self, name: str, part: ParameterPart, record: TensorRecord) -> NewTensor:
+    def _like_part(
+        self, name: str, part: ParameterPart, record: TensorRecord, hint: PlacementHint
+    ) -> NewTensor:
         """Request new state for FSDP1's part of a parameter: cut like the part, or a scalar."""
-        if record.shape == part.global_shape:
+        if record.shape == part.global_shape and hint.fits(record.shape):
             return self._request_new(
                 name,
                 self.matcher.describe(part, name).cells,
@@ -484,6 +490,9 @@ class FillTargets:
             self._stored_cells[record.layout] = frozenset(stored)
         if self._stored_cells[record.layout].issuperset(cells):
             return True
+        rules = self._template.rules
+        if self._saved.uncut.get(name) == JOINED and not (rules and rules.names_state(name)):
+            self.problems.append(uncut_problem(name))
         self.resharded.append(name)
         return False
 

@@ -37,6 +37,15 @@ def dtensor_like(value: DTensor, local: torch.Tensor) -> DTensor:
     )
 
 
+def new_uncut(like: torch.Tensor, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """Return a new tensor as `new_empty` does, but never cut as `like` is."""
+    if not isinstance(like, DTensor) or tuple(like.shape) != shape:
+        return like.new_empty(shape, dtype=dtype)
+    local = local_of(like).new_empty(shape, dtype=dtype)
+    placements = [Replicate()] * like.device_mesh.ndim
+    return DTensor.from_local(local, like.device_mesh, placements, run_check=False)
+
+
 def plan_placement(placement: Placement, value: DTensor, fqn: str) -> tensor_views.AxisPlacement:
     """Convert a torch placement to a plan's placement.
 

@@ -92,6 +92,12 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
         },
         models=frozenset().union(*(names.saved.models for names in provided)),
         has_text_keys=any(view.saved.has_text_keys for view in views),
+        uncut={
+            name: how
+            for names in provided
+            for name, how in names.saved.uncut.items()
+            if name in names.leaves
+        },
         origins=origins,
         name_problems=tuple(_find_name_problems(views)),
         left_out=tuple(sorted(name for view in views for name in _find_left_out(view, leaves))),

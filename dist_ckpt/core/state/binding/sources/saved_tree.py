@@ -128,6 +128,7 @@ class SavedTree:
       `read(rank)` returns the objects file of another rank.
     - `dropped`: the saved names that the rename leaves out.
     - `objects`: the names of objects whose `state_dict` was saved, sorted.
+    - `uncut`: how tensors of optimizers were on the ranks, as in `ObjectsFile`.
     - `derived`: the tensors that operations of the rename make, by their names in `leaves`. They
       are made of tensors of the catalog, which does not have them.
     - `equal`: names with one value that several saved values must agree on, with their names in the
@@ -161,6 +162,7 @@ class SavedTree:
     left_out: tuple[str, ...] = ()
     stepless: frozenset[str] = frozenset()
     objects: Sequence[str] = ()
+    uncut: Mapping[str, str] = field(default_factory=dict)
     derived: Mapping[str, DerivedTensor] = field(default_factory=dict)
     equal: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     has_text_keys: bool = False
@@ -423,6 +425,7 @@ def build_saved_tree(
         objects=sorted(
             new for name in main.objects if (new := moved.get(name, renamed.get(name))) is not None
         ),
+        uncut={new: main.uncut[name] for new, name in leaves.items() if name in main.uncut},
         derived={_DERIVED + name: tensor for name, tensor in made.tensors.items()},
         equal=made.equal,
         versions=versions,
