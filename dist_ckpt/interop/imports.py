@@ -21,13 +21,15 @@ checked. `num_unchecked` of the report counts the tensors that have none.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypedDict, Unpack
 
 from dist_ckpt.core.commit.attempts import list_attempts
 from dist_ckpt.core.format.index.index import MAX_STEP
-from dist_ckpt.core.planning.name_selection import parse_selection
+from dist_ckpt.core.planning.name_selection import Selection, parse_selection
+from dist_ckpt.core.runtime.arguments import check_flag
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.interop.readers.nested_state import ImportFilter
@@ -37,6 +39,7 @@ from dist_ckpt.interop.registry import (
     HF_FILE,
     HF_INDEX,
     ForeignFormatError,
+    StateConversion,
     is_shrew_file,
     open_foreign,
     reader_module,
@@ -68,7 +71,8 @@ class ImportOptions(TypedDict, total=False):
     Tensors are split evenly for `world_size` ranks, by default 1. `step` is the step of the
     checkpoint, by default the one in the files. `include` and `exclude` are globs on the names in
     the new checkpoint. Excluded values are not read, so they may be of any type. `overwrite`
-    replaces an existing checkpoint once the new one is durable.
+    replaces an existing checkpoint once the new one is durable. With `dequantize`, 8-bit weights
+    become float32, multiplied by their scales, which are left out: see `dc.load`. This needs torch.
     """
 
     world_size: int
@@ -76,6 +80,7 @@ class ImportOptions(TypedDict, total=False):
     include: str | Sequence[str] | None
     exclude: str | Sequence[str] | None
     overwrite: bool
+    dequantize: bool
     progress: Progress | None
 
 
@@ -191,13 +196,18 @@ def plan_import(
     if step is not None and (type(step) is not int or not 0 <= step <= MAX_STEP):
         raise ValueError(f"step={step!r}: give None or an integer from 0 to {MAX_STEP}")
     include, exclude = options.get("include"), options.get("exclude")
+    dequantizes = options.get("dequantize", False)
+    check_flag("dequantize", dequantizes)
     num_unchecked = 0
     if format_name == "hf":
-        opened, selection = _open_safetensors(source), parse_selection(include, exclude)
+        selection = parse_selection(include, exclude)
+        opened = _open_safetensors(source, selection if dequantizes else None)
     else:
         selection = parse_selection(include, None)
         wanted = ImportFilter(parse_selection(None, exclude), selection.__contains__)
-        opened, tensors = open_pickled(format_name, source, wanted, checks_records=True)
+        opened, tensors = open_pickled(
+            format_name, source, wanted, checks_records=True, dequantizes=dequantizes
+        )
         num_unchecked = sum(
             tensor.fqn in selection and not tensor.has_checksums for tensor in tensors
         )
@@ -224,7 +234,12 @@ def _import(
 
 
 def open_pickled(
-    format_name: str, path: StrPath, import_filter: ImportFilter, *, checks_records: bool
+    format_name: str,
+    path: StrPath,
+    import_filter: ImportFilter,
+    *,
+    checks_records: bool,
+    dequantizes: bool = False,
 ) -> tuple[tuple[Storage, str], Sequence[ForeignTensor]]:
     """Return a storage that presents the files of a format as a checkpoint, and its path.
 
@@ -233,16 +248,28 @@ def open_pickled(
     storage, text = open_storage(path)
     foreign_format = FORMATS[format_name]
     state = reader_module(foreign_format.reader).read(storage, text, import_filter)
+    if dequantizes:
+        state = _dequantization(storage, import_filter.needs)(state)
     opened = build_virtual_checkpoint(
         storage, text, state, foreign_format.name, checks_records=checks_records
     )
     return (opened, text), state.tensors
 
 
-def _open_safetensors(path: StrPath) -> tuple[Storage, str]:
-    """Return a storage that presents safetensors files as a checkpoint, and its path."""
+def _dequantization(storage: Storage, selected: Callable[[str], bool]) -> StateConversion:
+    from dist_ckpt.interop.readers.dequantized_state import dequantize  # noqa: PLC0415  (only rare imports need it)
+
+    return partial(dequantize, storage, selected)
+
+
+def _open_safetensors(path: StrPath, dequantized: Selection | None) -> tuple[Storage, str]:
+    """Return a storage that presents safetensors files as a checkpoint, and its path.
+
+    The selected 8-bit weights are `dequantized`; None for none.
+    """
     storage, text = open_storage(path)
-    if (files := open_foreign(storage, text)) is None:
+    convert = None if dequantized is None else _dequantization(storage, dequantized.__contains__)
+    if (files := open_foreign(storage, text, convert)) is None:
         if not os.path.exists(text):
             raise NotFoundError(f"{text}: the path does not exist; check it")
         raise IncompatibleError(

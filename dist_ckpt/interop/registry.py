@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import dataclass
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from dist_ckpt.core.commit.attempts import parse_attempts
 from dist_ckpt.core.format import filenames
@@ -24,6 +25,9 @@ from dist_ckpt.errors import (
     StorageError,
 )
 from dist_ckpt.message_text import listed
+
+if TYPE_CHECKING:
+    from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
 
 SAFETENSORS = ".safetensors"
 HF_INDEX = "model.safetensors.index.json"
@@ -78,21 +82,29 @@ _FOLDER_MARKERS = (
 )
 
 
+StateConversion = Callable[["ForeignState"], "ForeignState"]
+
+
 def reader_module(name: str) -> ModuleType:
     """Return the module of a reader or a writer, imported now."""
     return importlib.import_module(f"{__package__}.{name}")
 
 
-def open_foreign(storage: Storage, path: str) -> Storage | None:
+def open_foreign(
+    storage: Storage, path: str, convert: StateConversion | None = None
+) -> Storage | None:
     """Return a storage that presents another system's files at `path` as a checkpoint, or None.
 
     These are a safetensors file, or a folder of them as Hugging Face writes it. A folder with
     attempts of dist_ckpt is always a dist_ckpt checkpoint. IncompatibleError, with the remedy, for
-    files that must be imported. CorruptError, NotFoundError for damaged or missing files.
+    files that must be imported. CorruptError, NotFoundError for damaged or missing files. `convert`
+    changes the state that the files have.
     """
     if (first_bytes := _first_bytes(storage, path)) is not None:
         _check_fetched(first_bytes, path)
-        if path.endswith((SAFETENSORS, ".json")) and (opened := _open_one_file(storage, path)):
+        if path.endswith((SAFETENSORS, ".json")) and (
+            opened := _open_one_file(storage, path, convert)
+        ):
             return opened
         if first_bytes.startswith(_GGUF_START):
             raise IncompatibleError(
@@ -107,10 +119,13 @@ def open_foreign(storage: Storage, path: str) -> Storage | None:
         is_ours = any(parse_attempts(entries))
     except (FileNotFoundError, NotADirectoryError, CheckpointError):
         return None  # the caller that opens the checkpoint reports the reason
-    return None if is_ours else _open_folder(storage, path, [entry.name for entry in entries])
+    names = [entry.name for entry in entries]
+    return None if is_ours else _open_folder(storage, path, names, convert)
 
 
-def _open_folder(storage: Storage, path: str, names: Collection[str]) -> Storage | None:
+def _open_folder(
+    storage: Storage, path: str, names: Collection[str], convert: StateConversion | None
+) -> Storage | None:
     def has(name: str) -> bool:
         return is_file(storage, f"{path}/{name}")
 
@@ -126,7 +141,7 @@ def _open_folder(storage: Storage, path: str, names: Collection[str]) -> Storage
         raise _import_error("deepspeed", path)
     # An attempt of dist_ckpt has such files too: the caller names the folder to pass.
     if filenames.OBJECTS not in names and any(SAFETENSORS in name for name in names):
-        opened: Storage | None = reader_module("hf.read").open_folder(storage, path, names)
+        opened: Storage | None = reader_module("hf.read").open_folder(storage, path, names, convert)
         if opened is not None:
             return opened
     if has(DCP_METADATA):
@@ -153,12 +168,12 @@ def _refuse_folder(storage: Storage, path: str, names: Collection[str]) -> None:
         )
 
 
-def _open_one_file(storage: Storage, path: str) -> Storage | None:
+def _open_one_file(storage: Storage, path: str, convert: StateConversion | None) -> Storage | None:
     """Present a safetensors file, or those that an index names, as a checkpoint at `path`."""
     model_files = reader_module("readers.model_files")
     name = path.rpartition("/")[2]
     if path.endswith(SAFETENSORS) or model_files.is_index(name, SAFETENSORS):
-        opened: Storage = reader_module("hf.read").open_safetensors(storage, path)
+        opened: Storage = reader_module("hf.read").open_safetensors(storage, path, convert)
         return opened
     if model_files.is_index(name, ".bin"):
         raise _import_error("torch", path)

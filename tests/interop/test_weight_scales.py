@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import dist_ckpt as dc
@@ -277,6 +278,65 @@ def test_stacked_experts_have_the_blocks_of_their_last_dimensions(
     path = folder(tmp_path, {"gate_up_proj": weight, "gate_up_proj_scale_inv": scale})
     product = weight.float() * expand(scale, blocks, experts)
     assert torch.equal(filled(path, product, "gate_up_proj", dequantize=True), product)
+
+
+# --- imports -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("form", ["deepseek", "groups", "flat rows", "scalar"])
+def test_an_import_multiplies_weights_by_their_scales(
+    tmp_path: Path, form: str, world_size: int
+) -> None:
+    name, shape, blocks = FORMS[form]
+    weight, scale = codes(), factors(*shape)
+    tensors = {"a.weight": weight, name: scale, "a.input_scale": factors(1), "a.bias": factors(3)}
+    plain = scale.reshape(*shape, *(1,) * (2 - len(shape)))
+    product = weight.float() * expand(plain, blocks, (ROWS, COLUMNS))
+    hf = folder(tmp_path / "hf", tensors)
+    torch.save(tensors, tmp_path / "a.pt")
+    torch.save({**tensors, "a.weight": weight.t().contiguous().t()}, tmp_path / "strided.pt")
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save(dict(tensors), checkpoint_id=tmp_path / "dcp")
+    options: Any = {"world_size": world_size, "dequantize": True}
+    imports.from_hf(hf, tmp_path / "1", **options)
+    imports.from_torch(tmp_path / "a.pt", tmp_path / "2", **options)
+    imports.from_torch(tmp_path / "strided.pt", tmp_path / "3", **options)
+    imports.from_dcp(tmp_path / "dcp", tmp_path / "4", **options)
+    for number in range(1, 5):
+        assert dc.verify(tmp_path / f"{number}").ok
+        state: dict[str, Any] = {}
+        dc.load(state, tmp_path / f"{number}")
+        found = state.get("model", state)
+        found = {**found, **found.pop("a", {})} if "a" in found else found
+        assert {n.removeprefix("a.") for n in found} == {"weight", "bias"}
+        assert torch.equal({n.removeprefix("a."): t for n, t in found.items()}["weight"], product)
+
+
+def test_an_import_takes_the_sizes_of_blocks_from_the_config(tmp_path: Path) -> None:
+    config, shape, blocks = CONFIGS["uneven"]
+    weight, scale = codes(), factors(*shape)
+    hf = folder(tmp_path / "hf", {"a.weight": weight, "a.weight_scale_inv": scale}, config)
+    imports.from_hf(hf, tmp_path / "ours", dequantize=True, world_size=4)
+    live = torch.zeros(ROWS, COLUMNS)
+    dc.load({"model": {"a.weight": live}}, tmp_path / "ours")
+    assert torch.equal(live, weight.float() * expand(scale, blocks, (ROWS, COLUMNS)))
+    with dc.open(tmp_path / "ours") as found:
+        assert "quantization_config" not in found.metadata
+
+
+def test_an_import_refuses_what_it_cannot_dequantize(tmp_path: Path) -> None:
+    tensors = {**PACKED["NVFP4"](), "b.weight": torch.ones(2)}
+    hf = folder(tmp_path / "hf", tensors)
+    with pytest.raises(IncompatibleError, match=r"model\.a\.weight is packed in the form of NVFP4"):
+        imports.from_hf(hf, tmp_path / "ours", dequantize=True)
+    assert not (tmp_path / "ours").exists()
+    imports.from_hf(hf, tmp_path / "ours", dequantize=True, exclude="model.a")
+    with dc.open(tmp_path / "ours") as found:
+        assert [*found.tensors] == ["model.b.weight"]
+    imports.from_hf(hf, tmp_path / "raw")
+    with dc.open(tmp_path / "raw") as found:
+        assert len(found.tensors) == len(tensors)
 
 
 # --- dtypes of scales --------------------------------------------------------------------------

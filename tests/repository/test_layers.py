@@ -67,7 +67,7 @@ SMALL_FOR_ONE = {
     *("__main__", "async_save.writer.__main__", "storage", "testing.faulty_storage"),
     "core.loading.from_bytes",
     *("integrations.mlflow", "integrations.ray_train", "integrations.wandb"),
-    *("interop.frameworks.read_lightning", "core.shard_io.memory.dequantize"),
+    "interop.frameworks.read_lightning",
 }
 
 # They decide, and touch nothing: whoever calls them hands in values and gets values. So do two

@@ -44,6 +44,12 @@ _FORMATS = (
 @shared_options.repeatable_option(
     "--exclude", help="Leave out names that match this glob. May be repeated."
 )
+@click.option(
+    "--dequantize",
+    is_flag=True,
+    default=None,
+    help="Multiply 8-bit weights by their scales, into float32.",
+)
 @shared_options.dry_run
 @shared_options.json
 def import_(
@@ -86,10 +92,12 @@ def import_(
         if ranks is not None or any(value is not None for value in options.values()):
             raise click.UsageError(
                 "a .shrew file is imported whole, for one rank, with the step in the file: leave "
-                "out --ranks, --step, --include and --exclude. Reshard the checkpoint if needed"
+                "out --ranks, --step, --include, --exclude and --dequantize. Reshard the "
+                "checkpoint if needed"
             )
         plan = files.plan_import_file(source, target, overwrite=overwrite)
     else:
         options["world_size"] = ranks or 1
+        options["dequantize"] = bool(options.get("dequantize"))
         plan = imports.plan_import(from_, source, target, options)
     output.write_checkpoint(plan, ImportResult, dry_run=dry_run, as_json=as_json)

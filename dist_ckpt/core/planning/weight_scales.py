@@ -15,9 +15,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 from dist_ckpt.core.format.geometry import Shape
-from dist_ckpt.core.format.index.index import TensorRecord
 from dist_ckpt.message_text import listed
 
 # The name of the `quantization_config` of a config.json in the metadata of a checkpoint.
@@ -63,6 +63,14 @@ class ScaledWeight:
     blocks: Shape
 
 
+class _Tensor(Protocol):
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> Shape: ...
+
+
 class WeightScales:
     """The scales of the 8-bit weights in a checkpoint with these tensors.
 
@@ -70,9 +78,7 @@ class WeightScales:
     from the last one on.
     """
 
-    def __init__(
-        self, tensors: Mapping[str, TensorRecord], stated_blocks: Sequence[Shape] = ()
-    ) -> None:
+    def __init__(self, tensors: Mapping[str, _Tensor], stated_blocks: Sequence[Shape] = ()) -> None:
         self._tensors = tensors
         self._stated_blocks = stated_blocks
 

@@ -35,7 +35,7 @@ from dist_ckpt.interop.readers.virtual_checkpoint import (
     ForeignTensor,
     build_virtual_checkpoint,
 )
-from dist_ckpt.interop.registry import SAFETENSORS, open_foreign_file, read_bytes
+from dist_ckpt.interop.registry import SAFETENSORS, StateConversion, open_foreign_file, read_bytes
 from dist_ckpt.message_text import listed, names_around_remedy
 
 MAX_HEADER_NBYTES = 100_000_000  # the limit of the safetensors library
@@ -59,7 +59,9 @@ _MAX_NDIM = 64
 _MAX_NAME_CHARS = MAX_FQN_CHARS - len(f"{MODEL}.")
 
 
-def open_safetensors(storage: Storage, path: str) -> Storage:
+def open_safetensors(
+    storage: Storage, path: str, convert: StateConversion | None = None
+) -> Storage:
     """Return a storage that presents a file, or the files of an index, as a checkpoint at `path`.
 
     IncompatibleError for one of several files that have parts of tensors.
@@ -70,10 +72,13 @@ def open_safetensors(storage: Storage, path: str) -> Storage:
     else:
         state, label = read_file(storage, path), "a safetensors file"
     state = _add_quantization(storage, folder, state)
+    state = state if convert is None else convert(state)
     return build_virtual_checkpoint(storage, path, state, label)
 
 
-def open_folder(storage: Storage, path: str, names: Collection[str]) -> Storage | None:
+def open_folder(
+    storage: Storage, path: str, names: Collection[str], convert: StateConversion | None = None
+) -> Storage | None:
     """Return a storage that presents the model in a folder as a checkpoint; None if it has none."""
     model = find_model(names, SAFETENSORS, path)
     if model is None:
@@ -87,6 +92,7 @@ def open_folder(storage: Storage, path: str, names: Collection[str]) -> Storage 
     else:
         state = _read_parts(storage, path, model.files)
     state = _add_quantization(storage, path, state)
+    state = state if convert is None else convert(state)
     return build_virtual_checkpoint(storage, path, state, label)
 
 

@@ -11,6 +11,7 @@ import threading
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -114,12 +115,22 @@ def _multiply(left: int, right: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class ScaledCell:
+    """How the elements of a cell, of one byte each in the file, are multiplied by a scale.
+
+    `multiply(first, data)` returns the float32 of elements from number `first` of the cell on.
+    """
+
+    multiply: Callable[[int, memoryview], memoryview]
+
+
+@dataclass(frozen=True, slots=True)
 class ForeignChunk:
     """A cell of a tensor, little-endian in a file, from byte `start` on, within `record`.
 
     It is row-major, unless it has `strides`. Then a read copies the whole cell into row-major
     order, in memory. `data` has the bytes that are not in the file as they are; `start` counts in
-    them.
+    them. With `scaled`, a read multiplies the elements.
     """
 
     cell: Cell
@@ -128,6 +139,7 @@ class ForeignChunk:
     strides: Shape | None = None
     record: CheckedRange | None = None
     data: bytes | None = None
+    scaled: ScaledCell | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +244,8 @@ class _RecordChecks:
         for tensor in tensors:
             for chunk in tensor.chunks:
                 nbytes = chunk.cell.numel * DTYPES[tensor.dtype].itemsize
-                sizes.setdefault(chunk.record, []).append(-1 if chunk.strides else nbytes)
+                is_plain = chunk.strides is None and chunk.scaled is None
+                sizes.setdefault(chunk.record, []).append(nbytes if is_plain else -1)
         self._by_parts = {record for record in sizes if record and sizes[record] == [record.nbytes]}
         # The CRC-32 of the parts so far, as a part of the record's, and the size of these parts.
         self._read: dict[CheckedRange, tuple[int, int]] = {}
@@ -392,26 +405,63 @@ class _VirtualFile:
         inner = self._inner if chunk.data is None else BytesFile(chunk.data)
         if self._checks is not None:
             self._checks.begin(chunk, self._inner)
+        if chunk.scaled is not None:
+            return self._read_scaled(number, within, target)
         if chunk.strides is None:
             count = inner.read_into(chunk.start + within, target)
             if self._checks is not None:
                 self._checks.add(chunk, within, target[:count], self._inner)
             return count
+        data = self._read_in_order(number, span.nbytes // chunk.cell.numel)
+        data = data[within : within + len(target)]
+        target[: len(data)] = data
+        return len(data)
+
+    def _read_in_order(self, number: int, itemsize: int) -> memoryview:
+        """Return the elements of a strided segment in row-major order."""
+        chunk = self._segments[number][1]
         with self._lock:
             if self._in_order is None or self._in_order[0] != number:
                 self._in_order = None
-                shape = chunk.cell.shape if isinstance(chunk.cell, Region) else (chunk.cell.numel,)
-                itemsize = span.nbytes // prod(shape)
-                data = _read_strided(inner, chunk.start, shape, chunk.strides, itemsize)
-                self._in_order = number, data
-            data = self._in_order[1][within : within + len(target)]
-        target[: len(data)] = data
-        return len(data)
+                self._in_order = number, _read_elements(self._inner, chunk, itemsize)
+            return self._in_order[1]
+
+    def _read_scaled(self, number: int, within: int, target: memoryview) -> int:
+        """Read elements of one byte, and multiply them by their scale into float32."""
+        span, chunk = self._segments[number]
+        assert chunk.scaled is not None
+        end = min(within + len(target), span.nbytes)
+        first, stop = within // 4, -(-end // 4)
+        if chunk.strides is not None:
+            data = self._read_in_order(number, 1)[first:stop]
+        else:
+            inner = self._inner if chunk.data is None else BytesFile(chunk.data)
+            data = memoryview(bytearray(stop - first))
+            data = data[: inner.read_into(chunk.start + first, data)]
+        products = chunk.scaled.multiply(first, data) if data else data
+        part = products[within - 4 * first : end - 4 * first]
+        target[: len(part)] = part
+        return len(part)
 
     def close(self) -> None:
         """See `ReadableFile.close`."""
         self._in_order = None
         self._inner.close()
+
+
+def read_chunk(storage: Storage, chunk: ForeignChunk, itemsize: int) -> memoryview:
+    """Return the elements of a chunk in row-major order. CorruptError if its record is damaged."""
+    with closing(storage.open(real_path(chunk.file))) as file:
+        if chunk.record is not None:
+            chunk.record.check(file)
+        return _read_elements(file, chunk, itemsize)
+
+
+def _read_elements(file: ReadableFile, chunk: ForeignChunk, itemsize: int) -> memoryview:
+    inner = file if chunk.data is None else BytesFile(chunk.data)
+    shape = chunk.cell.shape if isinstance(chunk.cell, Region) else (chunk.cell.numel,)
+    strides = row_major_strides(shape) if chunk.strides is None else chunk.strides
+    return _read_strided(inner, chunk.start, shape, strides, itemsize)
 
 
 def _read_strided(
