@@ -33,13 +33,16 @@ from dist_ckpt.core.runtime.arguments import check_flag
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.interop.readers.nested_state import ImportFilter
-from dist_ckpt.interop.readers.virtual_checkpoint import ForeignTensor, build_virtual_checkpoint
+from dist_ckpt.interop.readers.virtual_checkpoint import (
+    ForeignTensor,
+    StateConversion,
+    build_virtual_checkpoint,
+)
 from dist_ckpt.interop.registry import (
     FORMATS,
     HF_FILE,
     HF_INDEX,
     ForeignFormatError,
-    StateConversion,
     is_shrew_file,
     open_foreign,
     reader_module,

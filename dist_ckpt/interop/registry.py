@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from dist_ckpt.core.commit.attempts import parse_attempts
 from dist_ckpt.core.format import filenames
@@ -25,9 +24,6 @@ from dist_ckpt.errors import (
     StorageError,
 )
 from dist_ckpt.message_text import listed
-
-if TYPE_CHECKING:
-    from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
 
 SAFETENSORS = ".safetensors"
 HF_INDEX = "model.safetensors.index.json"
@@ -82,7 +78,8 @@ _FOLDER_MARKERS = (
 )
 
 
-StateConversion = Callable[["ForeignState"], "ForeignState"]
+# Changes the state that a reader returns.
+_StateChange = Callable[..., object]
 
 
 def reader_module(name: str) -> ModuleType:
@@ -91,7 +88,7 @@ def reader_module(name: str) -> ModuleType:
 
 
 def open_foreign(
-    storage: Storage, path: str, convert: StateConversion | None = None
+    storage: Storage, path: str, convert: _StateChange | None = None
 ) -> Storage | None:
     """Return a storage that presents another system's files at `path` as a checkpoint, or None.
 
@@ -124,7 +121,7 @@ def open_foreign(
 
 
 def _open_folder(
-    storage: Storage, path: str, names: Collection[str], convert: StateConversion | None
+    storage: Storage, path: str, names: Collection[str], convert: _StateChange | None
 ) -> Storage | None:
     def has(name: str) -> bool:
         return is_file(storage, f"{path}/{name}")
@@ -168,7 +165,7 @@ def _refuse_folder(storage: Storage, path: str, names: Collection[str]) -> None:
         )
 
 
-def _open_one_file(storage: Storage, path: str, convert: StateConversion | None) -> Storage | None:
+def _open_one_file(storage: Storage, path: str, convert: _StateChange | None) -> Storage | None:
     """Present a safetensors file, or those that an index names, as a checkpoint at `path`."""
     model_files = reader_module("readers.model_files")
     name = path.rpartition("/")[2]

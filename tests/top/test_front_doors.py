@@ -63,7 +63,7 @@ RESTORE = Door(
     dc.AsyncSaver.restore,
     (LoadOptions,),
     frozenset({"self", "state"}),
-    frozenset({"verify", "check_first", "read_once", "cast", "record_check"}),
+    frozenset({"verify", "check_first", "read_once", "cast", "dequantize", "record_check"}),
 )
 AVERAGE = Door(dc.average, (AverageOptions,), frozenset({"sources", "to", "group", "progress"}))
 SAVER = Door(dc.AsyncSaver.__init__, (SaverOptions,), frozenset({"self", "group"}))

@@ -51,7 +51,7 @@ def _plan_accelerate(source: str, file: str, *, overwrite: bool, **options: Any)
 # The function that plans each format, and the options that it takes.
 _GLOBS = frozenset({"include", "exclude"})
 _NAMES = _GLOBS | {"rename"}
-_HF_OPTIONS = _NAMES | {"only", "dtype", "max_shard_size", "reflink"}
+_HF_OPTIONS = _NAMES | {"only", "dtype", "max_shard_size", "reflink", "adapter", "name"}
 _FORMATS: Mapping[str, tuple[Callable[..., WritePlan[int]], frozenset[str]]] = {
     "shrew": (files.plan_export_file, _GLOBS | {"version"}),
     "hf": (hf.plan_export, _HF_OPTIONS),
@@ -107,6 +107,8 @@ def _read_rules(context: click.Context, option: click.Parameter, file: str | Non
     help="hf, dcp, torch: a JSON file with rules from names to new names, also with operations "
     "such as stack and transpose. Other options then take the new names.",
 )
+@click.option("--adapter", help="hf: write only this adapter of peft, as its library does.")
+@click.option("--name", help="hf: the name of the files.  [default: model, or adapter_model]")
 @click.option(
     "--reflink", is_flag=True, help="hf: share data blocks with SOURCE if the file system can."
 )

@@ -63,7 +63,7 @@ class ScaledWeight:
     blocks: Shape
 
 
-class _Tensor(Protocol):
+class _Saved(Protocol):
     @property
     def dtype(self) -> str: ...
 
@@ -78,7 +78,7 @@ class WeightScales:
     from the last one on.
     """
 
-    def __init__(self, tensors: Mapping[str, _Tensor], stated_blocks: Sequence[Shape] = ()) -> None:
+    def __init__(self, tensors: Mapping[str, _Saved], stated_blocks: Sequence[Shape] = ()) -> None:
         self._tensors = tensors
         self._stated_blocks = stated_blocks
 

@@ -28,6 +28,7 @@ from dist_ckpt.core.format.geometry import Region, Shape
 from dist_ckpt.core.format.index.index import Catalog
 from dist_ckpt.core.planning.name_selection import Selection, excluded_names, parse_selection
 from dist_ckpt.core.planning.plan import TensorRequest
+from dist_ckpt.core.planning.weight_scales import WeightScales
 from dist_ckpt.core.runtime.arguments import check_flag
 from dist_ckpt.core.shard_io.read.open_files import open_file
 from dist_ckpt.core.state.binding.sources.rename import RenameRules
@@ -36,9 +37,10 @@ from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, StorageError
 from dist_ckpt.interop.hf import read
+from dist_ckpt.interop.hf.adapters import ADAPTER_FILE, file_name, select_adapter
 from dist_ckpt.interop.hf.read import MAX_HEADER_NBYTES
 from dist_ckpt.interop.readers.virtual_checkpoint import MODEL
-from dist_ckpt.interop.registry import HF_FILE, HF_INDEX, SAFETENSORS
+from dist_ckpt.interop.registry import SAFETENSORS
 from dist_ckpt.message_text import listed
 from dist_ckpt.reports import CopyProgress, Progress
 from dist_ckpt.tools.new_files import (
@@ -60,6 +62,8 @@ WINDOW_NBYTES = 16 << 20
 # The metadata of each file. transformers requires "format"; an export replaces a file only if it
 # has "exported_by".
 EXPORT_METADATA = {"format": "pt", "exported_by": "dist_ckpt"}
+
+INDEX_SUFFIX = f"{SAFETENSORS}.index.json"
 
 DEFAULT_SHARD_SIZE = "5GB"
 
@@ -89,6 +93,8 @@ def export_folder(  # noqa: PLR0913 - a front door
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     rename: RenameRules | None = None,
+    adapter: str | None = None,
+    name: str | None = None,
     overwrite: bool = False,
     reflink: bool = False,
     progress: Progress | None = None,
@@ -110,6 +116,10 @@ def export_folder(  # noqa: PLR0913 - a front door
     the kernel copies it. Such a file may be larger than `max_shard_size`. `progress` is called with
     the bytes done and in all.
 
+    `name` is that of the files, such as "diffusion_pytorch_model"; by default it is "model".
+    `adapter` is the name of one in a model of peft: only it is written, with the names and the file
+    of peft. Otherwise such a model is exported with the names of the live one, and a warning.
+
     On return the folder is durable. Until then it has another name, and after an error it does not
     exist. `overwrite` replaces the folder of an earlier export, and keeps its other files.
     IncompatibleError names all that such files cannot store: values that are not tensors, quantized
@@ -125,6 +135,8 @@ def export_folder(  # noqa: PLR0913 - a front door
         include=include,
         exclude=exclude,
         rename=rename,
+        adapter=adapter,
+        name=name,
         overwrite=overwrite,
         reflink=reflink,
     )
@@ -141,6 +153,8 @@ def plan_export(  # noqa: PLR0913 - those of `export_folder`
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] | None = None,
     rename: RenameRules | None = None,
+    adapter: str | None = None,
+    name: str | None = None,
     overwrite: bool = False,
     reflink: bool = False,
 ) -> WritePlan[int]:
@@ -151,6 +165,7 @@ def plan_export(  # noqa: PLR0913 - those of `export_folder`
     selection = parse_selection(include, exclude)
     new_dtype, max_nbytes = parse_dtype(dtype), parse_size(max_shard_size)
     check_flag("reflink", reflink)
+    stem = _parse_name(name, ADAPTER_FILE if adapter is not None else MODEL)
     if not isinstance(only, str) or not only:
         raise ValueError(f"only={only!r}: give the name of a component")
     storage, source_path = OPENER.find(source)
@@ -161,21 +176,34 @@ def plan_export(  # noqa: PLR0913 - those of `export_folder`
     retained = _check_replaceable(target, path, overwrite=overwrite)
     opened = rename_checkpoint(OpenCheckpoint.at(storage, source_path), rename)
     with opened.handle_damage():
-        tensors = select_tensors(opened.catalog, source_path, only, selection, new_dtype)
-        cloned = _whole_files(opened, tensors) if reflink and not rename else {}
-        files = pack_files(tensors, max_nbytes, cloned)
+        tensors = select_tensors(opened.catalog, source_path, only, selection, new_dtype, adapter)
+        cloned = _whole_files(opened, tensors) if reflink and not rename and not adapter else {}
+        files = pack_files(tensors, max_nbytes, cloned, stem)
     names = os.listdir(path) if os.path.isdir(path) else []
     return WritePlan(
         path,
         partial(_write, opened, files, (target, path), overwrite=overwrite),
         partial(_file_sizes, files),
-        tuple(f"{path}/{name}" for name in sorted({*names} - {*retained})),
+        tuple(f"{path}/{file}" for file in sorted({*names} - {*retained})),
     )
 
 
 def _file_sizes(files: Sequence[ExportedFile]) -> dict[str, int]:
     sizes = {file.name: file.nbytes for file in files}
-    return sizes if len(files) == 1 else {**sizes, HF_INDEX: len(encode_index(files))}
+    return sizes if len(files) == 1 else {**sizes, _index_name(files): len(encode_index(files))}
+
+
+def _index_name(files: Sequence[ExportedFile]) -> str:
+    return f"{files[0].name.rpartition('-00001-of-')[0]}{INDEX_SUFFIX}"
+
+
+def _parse_name(name: object, default: str) -> str:
+    """Return the name of the files. ValueError unless it is letters, digits, `-` and `_`."""
+    if name is None:
+        return default
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        raise ValueError(f"name={name!r}: give letters and digits, such as 'adapter_model'")
+    return name
 
 
 def _write(
@@ -198,7 +226,9 @@ def _write(
             _write_file(source, storage, new, file, count_copied)
         nbytes = sum(file.nbytes for file in files)
         if len(files) > 1:
-            nbytes += write_durable_file(storage, f"{new}/{HF_INDEX}", encode_index(files))
+            nbytes += write_durable_file(
+                storage, f"{new}/{_index_name(files)}", encode_index(files)
+            )
     return nbytes
 
 
@@ -227,7 +257,8 @@ def _check_replaceable(storage: Storage, path: str, *, overwrite: bool) -> tuple
             f"{path} has {', '.join(foreign[:5])}, which no export has written, so it is not "
             f"replaced: choose another path, or remove it"
         )
-    return tuple(entry.name for entry in entries if entry.name not in {*tensor_files, HF_INDEX})
+    others = (entry.name for entry in entries if entry.name not in tensor_files)
+    return tuple(name for name in others if not name.endswith(INDEX_SUFFIX))
 
 
 def _is_of_export(storage: Storage, path: str) -> bool:
@@ -418,7 +449,12 @@ def parse_size(size: int | str) -> int:
 
 
 def select_tensors(
-    catalog: Catalog, path: str, only: str, selection: Selection, dtype: str | None
+    catalog: Catalog,
+    path: str,
+    only: str,
+    selection: Selection,
+    dtype: str | None,
+    adapter: str | None = None,
 ) -> tuple[ExportedTensor, ...]:
     """Return the tensors of a component to write, in its order. A tied tensor is written once.
 
@@ -437,8 +473,8 @@ def select_tensors(
         )
     if texts := selection.pattern_problems(chain(*tables)):
         raise ValueError(listed(texts, "; "))
-    names = [name for name in below if name in selection]
-    problems = [*_value_problems(catalog, names)]
+    names = select_adapter([name for name in below if name in selection], prefix, adapter)
+    problems, scales = [*_value_problems(catalog, names)], WeightScales(catalog.tensors)
     tensors: dict[str, ExportedTensor] = {}
     for name in names:
         data = catalog.aliases.get(name, name)
@@ -447,8 +483,14 @@ def select_tensors(
         record = catalog.tensors[data]
         new_dtype = dtype if dtype and _FLOATS.fullmatch(record.dtype) else record.dtype
         short = name.removeprefix(prefix)
+        short = short if adapter is None else file_name(short, adapter) or short
         tensors[data] = ExportedTensor(short, data, record.dtype, new_dtype, record.shape)
         problems += _tensor_problems(name, tensors[data], only)
+        if new_dtype != record.dtype and scales.scales_of(data):
+            problems.append(
+                f"{name} is {record.dtype} with a scale, without which {new_dtype} would be wrong: "
+                f"leave dtype out, or save it after a load with dequantize=True"
+            )
     if not problems and not tensors:
         raise ValueError(f"{selection} leaves no tensor of {only!r}: give other patterns")
     if problems:
@@ -491,6 +533,7 @@ def pack_files(
     tensors: Sequence[ExportedTensor],
     max_nbytes: int,
     cloned: Mapping[int, Sequence[ExportedTensor]],
+    stem: str = MODEL,
 ) -> tuple[ExportedFile, ...]:
     """Distribute tensors, in their order, to files with at most `max_nbytes` of data.
 
@@ -511,7 +554,8 @@ def pack_files(
     count = len(groups)
     files = []
     for number, (clone_of, members) in enumerate(groups, 1):
-        name = HF_FILE if count == 1 else f"model-{number:05}-of-{count:05}{SAFETENSORS}"
+        part = f"-{number:05}-of-{count:05}" if count > 1 else ""
+        name = f"{stem}{part}{SAFETENSORS}"
         # As in safetensors: the widest dtype first, so that each tensor is aligned to it.
         by_width = sorted(members, key=lambda t: (-DTYPES[t.dtype].itemsize, t.name))
         files.append(_plan_file(name, by_width if clone_of is None else members, clone_of))

@@ -33,9 +33,10 @@ from dist_ckpt.interop.readers.virtual_checkpoint import (
     ForeignChunk,
     ForeignState,
     ForeignTensor,
+    StateConversion,
     build_virtual_checkpoint,
 )
-from dist_ckpt.interop.registry import SAFETENSORS, StateConversion, open_foreign_file, read_bytes
+from dist_ckpt.interop.registry import SAFETENSORS, open_foreign_file, read_bytes
 from dist_ckpt.message_text import listed, names_around_remedy
 
 MAX_HEADER_NBYTES = 100_000_000  # the limit of the safetensors library

@@ -178,6 +178,10 @@ class ForeignState:
     has_text_keys: bool = False
 
 
+# Changes a state before it becomes a virtual checkpoint.
+StateConversion = Callable[[ForeignState], ForeignState]
+
+
 def build_virtual_checkpoint(
     storage: Storage, path: str, state: ForeignState, label: str, *, checks_records: bool = False
 ) -> ReadOnlyStorage:

@@ -1,0 +1,119 @@
+"""Names of adapters of peft: in a live model, and in the `adapter_model.safetensors` of a folder.
+
+    base_model.model.q_proj.lora_A.default.weight   in the model, with the name of the adapter
+    base_model.model.q_proj.lora_A.weight           in the file
+
+The rules are those of `get_peft_model_state_dict` in peft/utils/save_and_load.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Sequence
+
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
+from dist_ckpt.core.format import strict_json
+from dist_ckpt.core.planning.name_selection import escape_pattern
+from dist_ckpt.core.storage import open_storage
+from dist_ckpt.default_opener import OPENER
+from dist_ckpt.errors import NotFoundError
+from dist_ckpt.interop.readers.model_files import expect_object
+from dist_ckpt.interop.readers.virtual_checkpoint import MODEL
+from dist_ckpt.interop.registry import read_bytes
+
+_log = logging.getLogger("dist_ckpt")
+
+ADAPTER_FILE = "adapter_model"
+_CONFIG = "adapter_config.json"
+_MAX_CONFIG_NBYTES = 4 << 20
+
+# Parts of the names of layers of an adapter.
+_LAYER = re.compile(r"(lora|ia3|oft|hada|vera|lokr|boft|fourierft|hra|bone|shira|randlora)_\w+")
+
+# A parameter whose name in the file has no "weight", and the name of a prompt in the file.
+_MAGNITUDE = "lora_magnitude_vector"
+_PROMPT, _LIVE_PROMPT = "prompt_embeddings", "prompt_encoder.{adapter}.embedding.weight"
+
+
+def adapter_rename(
+    folder: str | os.PathLike[str], adapter: str = "default", *, component: str = MODEL
+) -> dict[str, str | None]:
+    """Return the `rename` with which `dc.load` fills an adapter of a live model of peft.
+
+    `folder` has the adapter: `adapter_model.safetensors`. `adapter` is its name in the model, and
+    `component` the name of the model in the state. Raises the errors of `dc.open`.
+    """
+    storage, path = OPENER.find(folder)
+    with OpenCheckpoint.at(storage, path) as opened:
+        names = [name.removeprefix(f"{MODEL}.") for name in opened.catalog.tensors]
+    copied = _copied_modules(path if os.path.isdir(path) else os.path.dirname(path))
+    return {
+        escape_pattern(f"{MODEL}.{name}"): f"{component}.{live_name(name, adapter, copied)}"
+        for name in names
+    }
+
+
+def _copied_modules(folder: str) -> tuple[str, ...] | None:
+    """Return `modules_to_save` of an adapter's config: peft copies these; None without a config."""
+    path = f"{folder}/{_CONFIG}"
+    try:
+        data = read_bytes(open_storage(folder)[0], path, _MAX_CONFIG_NBYTES)
+    except NotFoundError:
+        return None
+    modules = expect_object(strict_json.parse(data, path), path).get("modules_to_save")
+    return tuple(str(name) for name in modules) if isinstance(modules, list) else ()
+
+
+def live_name(name: str, adapter: str, copied: Sequence[str] | None = None) -> str:
+    """Return the name in a live model for a name in a file.
+
+    `copied` has the ends of the names of modules that peft copies; None if any may be one.
+    """
+    if name == _PROMPT:
+        return _LIVE_PROMPT.format(adapter=adapter)
+    above, _, leaf = name.rpartition(".")
+    if leaf == _MAGNITUDE:
+        return f"{name}.{adapter}.weight"
+    if _LAYER.fullmatch(leaf):
+        return f"{name}.{adapter}"
+    if _LAYER.fullmatch(above.rpartition(".")[2]):
+        return f"{above}.{adapter}.{leaf}"
+    is_copied = copied is None or any(f".{above}".endswith(f".{name}") for name in copied)
+    return f"{above}.modules_to_save.{adapter}.{leaf}" if is_copied else name
+
+
+def file_name(name: str, adapter: str) -> str | None:
+    """Return the name in a file for a name in a live model; None if it is not of the adapter."""
+    if name == _LIVE_PROMPT.format(adapter=adapter):
+        return _PROMPT
+    above, saved, leaf = name.partition(f".modules_to_save.{adapter}.")
+    if saved:
+        return f"{above}.{leaf}"
+    parts = name.split(".")
+    numbers = [n for n, part in enumerate(parts) if _LAYER.fullmatch(part)]
+    number = numbers[-1] if numbers else len(parts)
+    if parts[number + 1 : number + 2] != [adapter]:
+        return None
+    kept = parts[: number + 1] + parts[number + 2 :]
+    return ".".join(kept[:-1] if parts[number] == _MAGNITUDE else kept)
+
+
+def select_adapter(names: Sequence[str], prefix: str, adapter: str | None) -> Sequence[str]:
+    """Return the names of one adapter; without one all names, and warn if they are of peft.
+
+    ValueError if there are none of the adapter.
+    """
+    if adapter is None:
+        if any(".base_layer." in name for name in names):
+            _log.warning(
+                "the model is one of peft, with base_layer and adapters in its names, so "
+                "from_pretrained cannot use the export: export one adapter (adapter='default', on "
+                "the command line --adapter default), or save the model after merge_and_unload()"
+            )
+        return names
+    found = [name for name in names if file_name(name.removeprefix(prefix), adapter) is not None]
+    if not found:
+        raise ValueError(f"adapter={adapter!r}: no name is that of a layer of it: correct the name")
+    return found
