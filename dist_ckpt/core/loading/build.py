@@ -23,7 +23,7 @@ from dist_ckpt.core.format.strict_json import is_text
 from dist_ckpt.core.loading.load import advice_on_damage, load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
 from dist_ckpt.core.runtime.typed_msgpack import Message
-from dist_ckpt.core.state.module_tensors import find_unsaved_meta, has_own_load
+from dist_ckpt.core.state.module_tensors import find_unsaved_meta, has_own_load, named_modules
 from dist_ckpt.core.state.tensors.plain_torch import make_torch_value
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.errors import IncompatibleError
@@ -125,7 +125,9 @@ def _check_buffers(model: nn.Module, kind: str) -> None:
 
     The `load_state_dict` of a class, or a hook after it, may compute them.
     """
-    if not has_own_load(model) and (names := find_unsaved_meta(model, with_attributes=True)):
+    modules = named_modules(model)
+    names = find_unsaved_meta(modules, with_attributes=True)
+    if names and not has_own_load(model, modules):
         raise IncompatibleError(
             f"table[{kind!r}] has made {listed(names)} on the meta device, and no state dict has "
             f"them (persistent=False): compute them in table[{kind!r}], on a real device"

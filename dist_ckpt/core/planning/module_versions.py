@@ -22,6 +22,9 @@ from dist_ckpt.core.planning.name_selection import names_above
 # An entry that `load_state_dict(assign=True)` adds to the metadata that it gets.
 _ADDED_BY_LOADS = "assign_to_params_buffers"
 
+# The metadata of a module whose class sets no version.
+_FIRST = {"version": 1}
+
 # The limits of what is stored of a module besides its version.
 _MAX_ITEMS = 100
 _MAX_CHARS = 4096
@@ -35,7 +38,7 @@ def state_dict_metadata(state: object) -> Mapping[str, Mapping[str, object]] | N
     return {
         path: module
         for path, module in metadata.items()
-        if _is_name(path) and isinstance(module, Mapping)
+        if type(path) is str and isinstance(module, dict)
     }
 
 
@@ -46,6 +49,9 @@ def list_versions(
     with_names = {"", *modules_above(names)}
     listed: dict[str, Json] = {"": None, **dict.fromkeys(with_names - metadata.keys())}
     for path, module in metadata.items():
+        is_first = path in with_names and module == _FIRST  # almost all modules
+        if path and (is_first or not _is_name(path)):
+            continue
         entry = encode_metadata(module)
         if not path or entry != default_entry(has_names=path in with_names):
             listed[path] = entry
@@ -98,16 +104,17 @@ def version_of_entry(entry: Json) -> int:
     return version if type(version) is int else 0
 
 
-def merge_versions(entries: Iterable[tuple[str, str, str]]) -> Mapping[str, ListedVersions]:
-    """Merge the entries of all ranks: model, path and JSON. The highest version of a path counts.
+def merge_versions(models: Iterable[tuple[str, str]]) -> Mapping[str, ListedVersions]:
+    """Merge the entries of all ranks, as JSON, by model. The highest version of a module counts.
 
     Ranks of a pipeline have other parts of a model, perhaps with placeholders for the rest.
     """
     merged: dict[str, dict[str, Json]] = {}
-    for model, path, text in dict.fromkeys(entries):
-        listed, entry = merged.setdefault(model, {}), json.loads(text)
-        if path not in listed or version_of_entry(entry) > version_of_entry(listed[path]):
-            listed[path] = entry
+    for model, text in dict.fromkeys(models):
+        listed = merged.setdefault(model, {})
+        for path, entry in json.loads(text).items():
+            if path not in listed or version_of_entry(entry) > version_of_entry(listed[path]):
+                listed[path] = entry
     return merged
 
 

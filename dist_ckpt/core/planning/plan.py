@@ -67,8 +67,8 @@ class Inventory(Message, frozen=True):
     parameters: tuple[tuple[int, int, bool], ...] = ()  # (first, count, trainable) in `tensors`
     linkable: tuple[str, ...] = ()  # fqns of tensors with files that later saves can link
     objects: tuple[str, ...] = ()  # fqns of objects whose `state_dict` is saved
-    # (model, path of a module, its entry as JSON), as in `Catalog.versions`; None if unknown
-    versions: tuple[tuple[str, str, str], ...] | None = None
+    # (model, the entries of its modules as JSON), as in `Catalog.versions`; None if unknown
+    versions: tuple[tuple[str, str], ...] | None = None
     has_text_keys: bool = False  # DCP has flattened the state
     replicas: tuple[tuple[str, ReplicaRule], ...] = ()  # (fqn, rule)
     uncut: tuple[tuple[str, str], ...] = ()  # as in `ObjectsFile`

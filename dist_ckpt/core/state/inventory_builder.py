@@ -188,7 +188,7 @@ class _InventoryBuilder:
     wrappers: dict[str, PerRank | RNG] = field(default_factory=dict)
     owners: list[tuple[str, ModuleLeaf | OptimizerLeaf]] = field(default_factory=list)
     parameters: dict[str, bool] = field(default_factory=dict)
-    versions: list[tuple[str, str, str]] = field(default_factory=list)
+    versions: list[tuple[str, str]] = field(default_factory=list)
 
     def add_root(self, root: Branch) -> None:
         self.tree.append(Node("", root.kind, tuple(root.children)))
@@ -285,7 +285,7 @@ class _InventoryBuilder:
         self, fqn: str, metadata: Mapping[str, Mapping[str, object]], names: Iterable[str]
     ) -> None:
         listed = list_versions(metadata, names)
-        self.versions += ((fqn, path, json.dumps(listed[path])) for path in sorted(listed))
+        self.versions.append((fqn, json.dumps(listed, sort_keys=True)))
 
     def _add_branch(self, fqn: str, kind: str, children: Mapping[PathKey, Tree]) -> None:
         self._add_container(fqn, kind, children)

@@ -35,6 +35,14 @@ from dist_ckpt.core.state.tensors.local_tensors import PLAIN, class_name
 from dist_ckpt.core.state.tensors.locate_tensor import is_meta
 from dist_ckpt.core.state.tree.containers import child_name
 
+# Modules with their paths in the outermost one. A module that is shared has several.
+NamedModules = Sequence[tuple[str, nn.Module]]
+
+
+def named_modules(module: nn.Module) -> NamedModules:
+    """Return a module, and all modules in it."""
+    return [*module.named_modules(remove_duplicate=False)]
+
 
 @dataclass(frozen=True, slots=True)
 class Converter:
@@ -68,32 +76,33 @@ class ModulePart:
 
     `keys` are the keys of its state dict, by name. `metadata` is the state dict's `_metadata`, by
     the paths of modules without the prefixes of wrappers, and `paths` are the paths with them.
-    `flat` is set if the module has FSDP1's flat parameters.
+    `modules` has all modules in it, by their own paths. `flat` is set if the module has FSDP1's
+    flat parameters.
     """
 
     module: nn.Module
     keys: Mapping[str, str]
     metadata: Mapping[str, Mapping[str, object]]
     paths: Mapping[str, str]
+    modules: NamedModules
     flat: FlatModule | None = None
 
     def converters(self) -> Mapping[str, Converter]:
         """Return the modules that may convert their state while they are loaded, by path."""
         found: dict[str, Converter] = {}
-        if any(conversion_of(part) for part in self.module.modules()):
-            paths = {key: path for path, key in self.paths.items()}
-            for key, part in self.module.named_modules(remove_duplicate=False):
-                if (kind := conversion_of(part)) is not None:
-                    # A class may leave its own prefix out of the keys, as Lightning Fabric's does.
-                    path = paths.get(key, paths.get(key.partition(".")[2], ""))
-                    found.setdefault(path, Converter(class_name(part), by_names=kind == "names"))
+        kinds = [(key, part, kind) for key, part in self.modules if (kind := conversion_of(part))]
+        paths = {key: path for path, key in self.paths.items()} if kinds else {}
+        for key, part, kind in kinds:
+            # A class may leave its own prefix out of the keys, as Lightning Fabric's does.
+            path = paths.get(key, paths.get(key.partition(".")[2], ""))
+            found.setdefault(path, Converter(class_name(part), by_names=kind == "names"))
         if self.flat is None and _overrides_load(self.module):
             found[""] = Converter(class_name(self.module), overrides_load=True)
         return found
 
     def has_own_load(self) -> bool:
         """Return True if the module overrides `load_state_dict`, or has hooks that follow it."""
-        return self.flat is None and has_own_load(self.module)
+        return self.flat is None and has_own_load(self.module, self.modules)
 
     def key_of(self, name: str) -> str:
         """Return the key of a name in the state dict, with the prefixes of wrappers."""
@@ -201,10 +210,11 @@ def flat_state(module: nn.Module, fqn: str) -> ModuleState | None:
     module = _innermost(module)
     if (flat := flat_module(module, fqn)) is None:
         return None
-    unwrapped, paths = _read_metadata(module, None, _prefixes(module))
+    modules = named_modules(module)
+    unwrapped, paths = _read_metadata(modules, None, _prefixes(modules))
     metadata = {fsdp1_private_names.clean_path(path): of for path, of in unwrapped.items()}
     paths = {fsdp1_private_names.clean_path(path): key for path, key in paths.items()}
-    part = ModulePart(module, {name: name for name in flat.entries}, metadata, paths, flat)
+    part = ModulePart(module, {name: name for name in flat.entries}, metadata, paths, modules, flat)
     return ModuleState((part,), flat.entries, flat.live, {})
 
 
@@ -219,29 +229,31 @@ def without_swaps() -> Iterator[None]:
         torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
-def has_own_load(module: nn.Module) -> bool:
+def has_own_load(module: nn.Module, modules: NamedModules) -> bool:
     """Return True if a module overrides `load_state_dict`, or has hooks that follow it."""
-    return _overrides_load(module) or any(map(has_load_hooks, module.modules()))
+    return _overrides_load(module) or any(has_load_hooks(part) for _, part in modules)
 
 
 def _overrides_load(module: nn.Module) -> bool:
     return type(module).load_state_dict is not nn.Module.load_state_dict
 
 
-def find_unsaved_meta(module: nn.Module, *, with_attributes: bool) -> list[str]:
+def find_unsaved_meta(modules: NamedModules, *, with_attributes: bool) -> list[str]:
     """Return the names of meta tensors that are in no state dict: those of a RoPE, for example.
 
     They are buffers with `persistent=False`. With `with_attributes` tensors count that are plain
     attributes of a module.
     """
-    prefixes = _prefixes(module)
-    found: list[str] = []
-    for path, part in module.named_modules():
-        names = [n for n in part._non_persistent_buffers_set if is_meta(part._buffers.get(n))]
-        if with_attributes:
-            names += [name for name, value in vars(part).items() if is_meta(value)]
-        found += (_unwrap_name(child_name(path, name), prefixes) for name in sorted(names))
-    return found
+    found: dict[int, str] = {}
+    for path, part in modules:
+        if not part._non_persistent_buffers_set and not with_attributes:
+            continue
+        tensors = {name: part._buffers.get(name) for name in part._non_persistent_buffers_set}
+        for name, value in {**tensors, **(vars(part) if with_attributes else {})}.items():
+            if isinstance(value, torch.Tensor) and is_meta(value):
+                found.setdefault(id(value), child_name(path, name))
+    prefixes = _prefixes(modules) if found else ()
+    return sorted(_unwrap_name(name, prefixes) for name in found.values())
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -259,7 +271,8 @@ def _innermost(module: nn.Module) -> nn.Module:
 def module_state(module: nn.Module) -> ModuleState:
     """Read a module. Its `state_dict` is called once; errors of it are not caught."""
     module = _innermost(module)
-    prefixes = _prefixes(module)
+    modules = named_modules(module)
+    prefixes = _prefixes(modules)
     state = module.state_dict()
     keys = _map_keys(state, prefixes)
     entries = {name: state[key] for name, key in keys.items()}
@@ -277,8 +290,8 @@ def module_state(module: nn.Module) -> ModuleState:
         for name, tensor in tensors.items()
         if id(tensor) not in behind and isinstance(tensor, nn.Parameter)
     }
-    part = ModulePart(module, keys, *_read_metadata(module, state, prefixes))
-    return ModuleState((part,), entries, live, left_out, find_hollow(module, live))
+    part = ModulePart(module, keys, *_read_metadata(modules, state, prefixes), modules)
+    return ModuleState((part,), entries, live, left_out, find_hollow(modules, live))
 
 
 def merge_states(states: Sequence[ModuleState]) -> ModuleState | None:
@@ -310,23 +323,22 @@ def _map_keys(state: object, prefixes: Sequence[tuple[str, str]]) -> dict[str, s
 
 
 def _read_metadata(
-    module: nn.Module, state: object, prefixes: Sequence[tuple[str, str]]
+    modules: NamedModules, state: object, prefixes: Sequence[tuple[str, str]]
 ) -> tuple[Mapping[str, Mapping[str, object]], Mapping[str, str]]:
     """Return the versions of a module's state dict, or of its modules if that has none."""
     if (metadata := state_dict_metadata(state)) is None:
-        named = module.named_modules(remove_duplicate=False)
-        metadata = {path: {"version": part._version} for path, part in named}
+        metadata = {path: {"version": part._version} for path, part in modules}
     if not prefixes:
-        return metadata, {path: path for path in metadata}
+        return metadata, dict(zip(metadata, metadata, strict=True))
     # A wrapper and its module become one path: the module, which is below, counts.
     paths = {_unwrap_name(f"{path}.", prefixes)[:-1] if path else "": path for path in metadata}
     return {path: metadata[key] for path, key in paths.items()}, paths
 
 
-def _prefixes(module: nn.Module) -> list[tuple[str, str]]:
+def _prefixes(modules: NamedModules) -> list[tuple[str, str]]:
     """Return the prefix of names below each wrapper and its replacement, inner wrappers first."""
     prefixes: list[tuple[str, str]] = []
-    for path, part in module.named_modules(remove_duplicate=False):
+    for path, part in modules:
         if (child := wrapped_child(part)) is not None:
             above = f"{path}." if path else ""
             prefixes.append((f"{above}{child}.", above))

@@ -345,11 +345,7 @@ def _build_inventory(state: ForeignState, contents: _TensorsInFile, rank: int) -
         numpy=(),
         versions=None
         if state.versions is None
-        else tuple(
-            (model, path, json.dumps(entry))
-            for model, listed in ({} if rank else state.versions).items()
-            for path, entry in listed.items()
-        ),
+        else tuple((model, json.dumps(of)) for model, of in state.versions.items()),
     )
 
 

@@ -66,12 +66,14 @@ def bind_module(context: BindContext, fqn: str, leaf: ModuleLeaf) -> None:
         _plan_staging(context, fqn, part, found, leaf, tied) if found else _PartStaging()
         for part, found in zip(state.parts, converters, strict=True)
     ]
-    in_place = [name for name in state.live if not any(name in staging for staging in stagings)]
+    staged = frozenset[str]().union(*(staging.names for staging in stagings))
+    in_place = [name for name in state.live if name not in staged]
     assigned = _bind_live(context, fqn, state, in_place, tied)
+    converted = {name for staging in stagings for name in staging.values}
     further = {
         name: tree
         for name, tree in leaf.children.items()
-        if name not in state.live and not any(name in staging.values for staging in stagings)
+        if name not in state.live and name not in converted
     }
     extras = context.request_entries(fqn, further)
     for extra in extras:
@@ -84,12 +86,12 @@ def bind_module(context: BindContext, fqn: str, leaf: ModuleLeaf) -> None:
         load = _PartLoad(context, fqn, part, state.live, staging, can_convert=bool(found))
         load.schedule(assigned, extras)
         if any(child_name(fqn, name) in context.restored for name in part.keys):
-            was_meta = any(is_meta(state.live.get(name)) for name in part.keys)
+            was_meta = bool(assigned) or any(map(is_meta, map(state.live.get, staging.names)))
             context.unsaved_meta.append(partial(_find_unsaved_meta, fqn, part, was_meta=was_meta))
 
 
 def _find_unsaved_meta(fqn: str, part: ModulePart, *, was_meta: bool) -> list[str]:
-    names = find_unsaved_meta(part.module, with_attributes=was_meta)
+    names = find_unsaved_meta(part.modules, with_attributes=was_meta)
     return [child_name(fqn, name) for name in names]
 
 

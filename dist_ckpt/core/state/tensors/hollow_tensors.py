@@ -5,7 +5,7 @@ An empty shape alone says nothing: a model may have empty parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
@@ -34,8 +34,10 @@ def partition_reason(tensor: torch.Tensor) -> str | None:
     return None if is_available else _PARTITIONED
 
 
-def find_hollow(module: nn.Module, live: Mapping[str, object]) -> dict[str, str]:
-    """Return the reasons for the hollow tensors of a module, by name. `live` has its tensors."""
+def find_hollow(
+    modules: Iterable[tuple[str, nn.Module]], live: Mapping[str, object]
+) -> dict[str, str]:
+    """Return the reasons for hollow tensors, by name. `live` has the tensors of the modules."""
     hollow: dict[str, str] = {}
     for name, tensor in live.items():
         # Almost all parameters have no attributes: this is much faster than to look for each.
@@ -43,16 +45,17 @@ def find_hollow(module: nn.Module, live: Mapping[str, object]) -> dict[str, str]
             continue
         if reason := partition_reason(tensor):
             hollow[name] = reason
-    if offloaded := {id(tensor) for tensor in _offloaded(module)}:
+    if offloaded := {id(tensor) for tensor in _offloaded(modules)}:
         hollow |= {name: _OFFLOADED for name, tensor in live.items() if id(tensor) in offloaded}
     return hollow
 
 
-def _offloaded(module: nn.Module) -> Iterator[torch.Tensor]:
+def _offloaded(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[torch.Tensor]:
     """Yield the meta tensors of modules that a hook of accelerate fills before their forward."""
-    for part in module.modules():
-        hook = part.__dict__.get("_hf_hook")
-        for each in () if hook is None else (hook, *getattr(hook, "hooks", ())):
+    for _, part in modules:
+        if (hook := part.__dict__.get("_hf_hook")) is None:
+            continue
+        for each in (hook, *getattr(hook, "hooks", ())):
             if getattr(each, "offload", False) and getattr(each, "weights_map", None) is not None:
                 recurse = bool(getattr(each, "place_submodules", False))
                 tensors = (*part.parameters(recurse), *part.buffers(recurse))

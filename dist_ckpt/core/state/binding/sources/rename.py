@@ -250,6 +250,8 @@ def rename_modules(
     order = sorted(renamed)
 
     def move(module: str) -> str:
+        if not order:
+            return module
         start = f"{module}." if module else ""
         for name in islice(order, bisect_left(order, start), None):
             if not name.startswith(start):
