@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.format.index.index import Key, Node
@@ -31,9 +32,10 @@ from dist_ckpt.core.state.named_optimizers import (
 )
 from dist_ckpt.core.state.optimizer_state import GROUPS, STATE, check_reported
 from dist_ckpt.core.state.sharding_rules import ShardingRules, find_job_mesh
-from dist_ckpt.core.state.tensors.local_tensors import is_array, is_ordinary
+from dist_ckpt.core.state.tensors.local_tensors import PLAIN, check_class, is_array, is_ordinary
 from dist_ckpt.core.state.tensors.locate_tensor import LocalTensor, locate_for_save, tie_key
 from dist_ckpt.core.state.tensors.plain_torch import without_tensors
+from dist_ckpt.core.state.tensors.tensor_subclasses import is_wrapper_subclass
 from dist_ckpt.core.state.tree.containers import PathKey, State, child_name
 from dist_ckpt.core.state.tree.state_tree import (
     Branch,
@@ -271,11 +273,20 @@ class _InventoryBuilder:
         state = tree.state
         if hollow := [name for name in state.hollow if name in tree.children]:
             raise ValueError(f"{child_name(fqn, hollow[0])}: {state.hollow[hollow[0]]}")
+        for name, child in tree.children.items():
+            live = state.live.get(str(name))
+            is_changed = isinstance(child, TensorLeaf) and type(child.value) in PLAIN
+            if is_changed and type(live) not in PLAIN and isinstance(live, torch.nn.Parameter):
+                self._check_parameter(child_name(fqn, name), live)
         self._add_owner(fqn, tree)
         named = state.parameters()
         self.parameters.update((child_name(fqn, name), named[name]) for name in named)
         self._add_versions(fqn, state.metadata(), state.entries)
         self._add_branch(fqn, "dict", tree.children)
+
+    def _check_parameter(self, fqn: str, live: torch.Tensor) -> None:
+        if not isinstance(live, DTensor) and not is_wrapper_subclass(live):
+            check_class(live, fqn)
 
     def _add_dict_versions(self, fqn: str, tree: Branch) -> None:
         if (metadata := state_dict_metadata(tree.live)) is not None:

@@ -204,6 +204,13 @@ def read_defaults(optimizer: Optimizer) -> Mapping[str, object]:
     }
 
 
+def with_inner_optimizers(optimizer: Optimizer, depth: int = 8) -> Iterator[Optimizer]:
+    """Yield an optimizer and those that it wraps, such as accelerate's around torchao's."""
+    yield optimizer
+    for _, inner in _inner_optimizers(optimizer) if depth else ():
+        yield from with_inner_optimizers(inner, depth - 1)
+
+
 def _unreported_optimizers(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
     """Yield inner optimizers whose state is in no `state_dict` of the outer one."""
     if _is_zero(optimizer) or _overrides(optimizer, Optimizer, "state_dict"):

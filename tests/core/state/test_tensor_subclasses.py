@@ -16,6 +16,7 @@ from dist_ckpt.core.state.tensors.tensor_subclasses import difference
 from dist_ckpt.errors import IncompatibleError
 from in_memory import InMemory, load, save
 from subclass_tensors import CodedSGD, Codes, GatheredLow, Kernel, Pair, Quantized, Rounding
+from wrapped_optimizers import Delegating
 
 
 def weights(seed: int = 0, rows: int = 4, columns: int = 8) -> torch.Tensor:
@@ -363,6 +364,41 @@ def test_a_class_that_the_optimizers_module_only_imports_is_not_in_the_table() -
     quantized = model_of(Quantized.of(weights()))
     table = subclass_types(Importing([quantized.weight], lr=0.1))
     assert table == {"subclass_tensors.Quantized": Quantized}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_optimizer_of_8_bits_inside_wrappers_resumes_in_a_fresh_one(depth: int) -> None:
+    """Such as torchao's inside accelerate's AcceleratedOptimizer."""
+    model, optimizer = trained(0, 3)
+    other, resumed = trained(1, 0)
+    outer, fresh = optimizer, resumed
+    for _ in range(depth):
+        outer, fresh = Delegating(outer), Delegating(fresh)  # type: ignore[assignment]
+    load(save({"model": model, "optim": outer}), {"model": other, "optim": fresh})
+    momentum = resumed.state[other.weight]["momentum"]
+    assert type(momentum) is Codes
+    assert torch.equal(momentum.codes, optimizer.state[model.weight]["momentum"].codes)
+
+
+class Packed(nn.Parameter):
+    """A parameter that is less than its value, as Params4bit of bitsandbytes is."""
+
+    def __new__(cls, data: torch.Tensor, *, table: object) -> Packed:
+        made: Any = torch.Tensor._make_subclass(cls, data, False)
+        made.table = table
+        return made  # type: ignore[no-any-return]
+
+
+def test_a_packed_parameter_is_refused_at_the_save() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].weight = Packed(torch.zeros(8, 1, dtype=torch.uint8), table={"scales": torch.ones(2)})
+    assert type(model.state_dict()["0.weight"]) is torch.Tensor
+    with pytest.raises(
+        TypeError, match=r"model\.0\.weight: .*Packed cannot .* include_frozen=False"
+    ):
+        save({"model": model})
+    model[0].weight = Packed(torch.zeros(8, 1, dtype=torch.uint8), table=None)
+    save({"model": model})
 
 
 NAN = float("nan")

@@ -22,6 +22,7 @@ from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree
 from dist_ckpt.core.state.binding.targets import FillTargets, NewTensor
 from dist_ckpt.core.state.elementwise_state import PlacementHint
 from dist_ckpt.core.state.fsdp1.fsdp1_modules import ParameterPart
+from dist_ckpt.core.state.optimizer_state import with_inner_optimizers
 from dist_ckpt.core.state.tensors.dtensors import dtensor_like, local_of
 from dist_ckpt.core.state.tensors.local_tensors import class_name, full_name, torch_dtype
 from dist_ckpt.core.state.tensors.tensor_subclasses import (
@@ -52,11 +53,12 @@ def subclass_types(optimizer: Optimizer) -> dict[str, type[torch.Tensor]]:
     """Return the tensor subclasses that an optimizer may use for its state, by their full names.
 
     These are the classes of its parameters, and classes of its package in the modules that define
-    the optimizer's class and base classes.
+    the class and the base classes of the optimizer, and of the optimizers that it wraps.
     """
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     types = [type(local_tensor(p) if isinstance(p, DTensor) else p) for p in parameters]
-    for owner in type(optimizer).__mro__:
+    owners = (owner for each in with_inner_optimizers(optimizer) for owner in type(each).__mro__)
+    for owner in dict.fromkeys(owners):
         module = sys.modules.get(owner.__module__)
         named = vars(module).values() if module is not None else ()
         types += [

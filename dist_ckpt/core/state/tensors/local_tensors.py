@@ -47,6 +47,18 @@ def to_plain_tensor(tensor: torch.Tensor, fqn: str) -> torch.Tensor:
     return tensor
 
 
+def check_class(tensor: torch.Tensor, fqn: str) -> None:
+    """Raise TypeError for a parameter of a class whose value is more than its memory.
+
+    The `state_dict` of its module may return a plain tensor instead, which a load cannot use.
+    """
+    if remedy := _remedy_of_class(tensor):
+        raise TypeError(
+            f"{fqn}: {class_name(tensor)} cannot be stored: {remedy}. To save only what is "
+            "trained, such as the weights of LoRA, pass include_frozen=False"
+        )
+
+
 def is_ordinary(value: object) -> TypeGuard[torch.Tensor]:
     """Return True if a leaf is a contiguous tensor in host memory that `to_plain_tensor` accepts.
 
