@@ -148,6 +148,23 @@ def test_a_module_and_an_optimizer_inside_an_object_stay_the_live_ones(name: str
         assert torch.equal(*buffers)
 
 
+@pytest.mark.parametrize("name", ["m", "z"])  # before and after the outer object's name
+def test_a_module_inside_an_object_and_outside_of_it_is_loaded_once(name: str) -> None:
+    class Counting(nn.Linear):
+        num_loads = 0
+
+        def load_state_dict(self, *args: Any, **options: Any) -> Any:
+            self.num_loads += 1
+            return super().load_state_dict(*args, **options)
+
+    source, target = Counting(1, 1), Counting(1, 1)
+    holder: Any = Outer(ema=target)
+    load(save({"o": Outer(ema=source), name: source}), {"o": holder, name: target})
+    assert holder.ema is target
+    assert torch.equal(target.weight, source.weight)
+    assert target.num_loads == 1
+
+
 class Projector:
     """The shape of GaLore's projector, with the `state_dict` that the error of a save advises."""
 
