@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 import dist_ckpt as dc
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.interop import imports
+from ranks import run_ranks
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ROWS, COLUMNS = 300, 200
@@ -440,6 +441,51 @@ def test_a_rename_that_stacks_weights_does_not_lose_their_scales(tmp_path: Path)
 
 
 EXPERT = {"weight": codes(shape=(4, 4)), "weight_scale": factors(4, 1)}
+
+
+class Strict(torch.nn.Linear):
+    """A module that gets its values by a `load_state_dict` of its own."""
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        return super().load_state_dict(*args, **options)
+
+
+def test_a_module_with_its_own_load_gets_the_products(tmp_path: Path) -> None:
+    weight, scale = codes(), factors(3, 2)
+    path = folder(tmp_path, {"weight": weight, "weight_scale_inv": scale})
+    product = weight.float() * expand(scale, (128, 128), (ROWS, COLUMNS))
+    for cls in (Strict, torch.nn.Linear):
+        model = cls(COLUMNS, ROWS, bias=False)
+        before = model.weight.detach().clone()
+        with pytest.raises(IncompatibleError, match="which is left out"):
+            dc.load({"model": model}, path, strict=False, cast=True)
+        assert torch.equal(model.weight, before)
+        dc.load({"model": model}, path, dequantize=True)
+        assert torch.equal(model.weight, product)
+
+
+def load_sharded(rank: int, path: str) -> bool:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Sequential(torch.nn.Linear(COLUMNS, ROWS, bias=False)).bfloat16()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    dc.load({"model": model}, path, dequantize=True)
+    rules = dc.ShardingConfig({"tp": 2}, {"0.weight": {"tp": 1}})
+    part = torch.zeros(ROWS, COLUMNS // 2)
+    dc.load({"model": {"0.weight": part}}, path, sharding=rules, dequantize=True)
+    scale = factors(3, 2)
+    product = codes().float() * expand(scale, (128, 128), (ROWS, COLUMNS))
+    whole: Any = model[0].weight
+    half = product[:, rank * COLUMNS // 2 : (rank + 1) * COLUMNS // 2]
+    return torch.equal(whole.full_tensor(), product.bfloat16()) and torch.equal(part, half)
+
+
+@pytest.mark.multi_process
+def test_ranks_multiply_their_parts(tmp_path: Path) -> None:
+    weight, scale = codes(), factors(3, 2)
+    path = folder(tmp_path, {"0.weight": weight, "0.weight_scale_inv": scale})
+    assert run_ranks(load_sharded, str(path), world_size=2) == [True, True]
 
 
 # --- packed weights ----------------------------------------------------------------------------
