@@ -37,7 +37,8 @@ class Casting:
 
     def pattern_problems(self, names: Callable[[], Iterable[str]]) -> Iterator[str]:
         """Yield a problem for each pattern that matches none of `names()`, read only if needed."""
-        selections = {"cast": self.cast, "resize": Selection(tuple(self.resize))}
+        resized = Selection(tuple(self.resize)) if self.resize else None
+        selections = {"cast": self.cast, "resize": resized}
         for option, selection in selections.items():
             for problem in selection.pattern_problems(names()) if selection is not None else ():
                 yield problem.replace("include", option, 1)
