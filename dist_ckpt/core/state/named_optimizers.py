@@ -9,7 +9,7 @@ moments to the parameter's dtype. They fail on state that only some parameters h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dist_ckpt.core.format.geometry import Shape
@@ -57,10 +57,24 @@ def name_parameters(root: Branch) -> dict[str, dict[int, ParameterName]]:
                     stored = child_name(fqn, name)
                     rule_name = stored.removeprefix(f"{component}.")
                     in_modules.setdefault(key, []).append(ParameterName(stored, rule_name, name))
+    _name_loose(root, optimizers.values(), in_modules)
     in_state = {id(leaf.state.optimizer) for leaf in optimizers.values()}
     for fqn, leaf in optimizers.items():
         check_reported(leaf.state.optimizer, fqn, in_state)
     return {fqn: _name_all(leaf, fqn, in_modules) for fqn, leaf in optimizers.items()}
+
+
+def _name_loose(
+    root: Branch, leaves: Iterable[OptimizerLeaf], names: dict[int, list[ParameterName]]
+) -> None:
+    """Name parameters that are in no module but in a container, such as fp32 master weights."""
+    states = [leaf.state for leaf in leaves if leaf.names is None]
+    loose = {id(p) for state in states for p in state.parameters()} - names.keys()
+    for component, child in root.children.items() if loose else ():
+        for fqn, leaf in walk(child, str(component)):
+            if isinstance(leaf, TensorLeaf) and id(leaf.value) in loose:
+                rule_name = fqn.removeprefix(f"{component}.")
+                names.setdefault(id(leaf.value), [ParameterName(fqn, rule_name, rule_name)])
 
 
 def _name_all(
@@ -83,8 +97,9 @@ def _name_all(
                     several = " and ".join(repr(match.stored) for match in matches)
                     fact = f"has unrelated names in the state, {several}"
                 raise ValueError(
-                    f"{fqn}: {text} {fact}: put that module into the state once, or pass "
-                    "dc.Named(optimizer, names)"
+                    f"{fqn}: {text} {fact}: put that module, or a dict with the parameters, into "
+                    "the state once, or name them: dc.Named(optimizer, dict(module."
+                    "named_parameters()))"
                 )
             names[id(parameter)] = matches[0]
             stored = matches[0].stored

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, TypeGuard
 
 import torch
@@ -161,6 +162,32 @@ def _place_steps(optimizer: Optimizer) -> None:
             if isinstance(step, torch.Tensor):
                 moved = step.to(dtype=torch.float32, device=parameter.device)
                 optimizer.state[parameter]["step"] = moved
+
+
+# Keys that torch's schedulers, and Lightning, add to groups.
+_OF_SCHEDULERS = frozenset(
+    {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr", "name"}
+)
+
+
+def find_lost_counters(
+    optimizer: Optimizer, saved: Mapping[str, object], group: Mapping[str, object]
+) -> str | None:
+    """Return a text for saved values of a group that are no options of the class; None if none."""
+    classes = [type(each) for each in with_inner_optimizers(optimizer)]
+    options = {name for cls in classes for name in signature(cls.__init__).parameters}
+    names = [
+        key
+        for key, value in saved.items()
+        if key in group and key not in options and key not in _OF_SCHEDULERS
+        if type(value) in (int, float, bool) and value != group[key]
+    ]
+    if not names:
+        return None
+    return (
+        f"{', '.join(names)}, which {classes[-1].__name__} keeps there as its state: exclude the "
+        "options that you want to keep by their names, such as '*.param_groups.*.lr'"
+    )
 
 
 def check_reported(optimizer: Optimizer, fqn: str, listed: Container[int]) -> None:

@@ -462,3 +462,95 @@ def count_calls(num_groups: int) -> int:
 def test_a_group_for_each_parameter_costs_the_same_for_each() -> None:
     count_calls(1)  # what is cached
     assert count_calls(400) < 11 * count_calls(40)
+
+
+# --- counters in groups, master weights, and weights that were tied --------------------------
+
+
+class ScheduleFree(Optimizer):
+    """Keeps counters in its groups, as schedule-free optimizers do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "k": 0, "weight_sum": 0.0})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["k"] += 1
+            group["weight_sum"] += group["lr"]
+            for parameter in group["params"]:
+                self.state[parameter]["z"] = parameter.detach().clone()
+
+
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, Delegating])
+def test_counters_in_groups_that_a_load_leaves_out_are_a_warning(wrap: Any) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = wrap(ScheduleFree(model.parameters()))
+    train_step(optimizer)
+    checkpoint = save({"model": model, "optim": optimizer})
+    mine = wrap(ScheduleFree(model.parameters(), lr=0.5))
+    binding = load(checkpoint, {"model": model, "optim": mine}, exclude="optim.param_groups")
+    (warning,) = binding.warnings
+    assert "are k, weight_sum, which ScheduleFree keeps there" in warning
+    binding = load(checkpoint, {"model": model, "optim": mine}, exclude="optim.param_groups.*.lr")
+    assert not binding.warnings
+    (group,) = mine.param_groups
+    assert (group["lr"], group["k"], group["weight_sum"]) == (0.5, 1, 0.1)
+
+
+def train_step(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    getattr(optimizer, "optimizer", optimizer).step()
+
+
+def test_options_that_a_load_leaves_out_are_no_warning() -> None:
+    model = make_model(torch.optim.AdamW)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=10)
+    train(model, optimizer, 2)
+    checkpoint = save({"model": model, "optim": optimizer})
+    mine = torch.optim.AdamW(model.parameters(), lr=0.5, weight_decay=0.3)
+    torch.optim.lr_scheduler.OneCycleLR(mine, 2.0, total_steps=10)
+    binding = load(checkpoint, {"model": model, "optim": mine}, exclude="optim.param_groups")
+    assert not binding.warnings
+
+
+@pytest.mark.parametrize("kind", [dict, list])
+def test_master_weights_in_a_container_name_the_state_of_their_optimizer(kind: Any) -> None:
+    def make(value: float) -> Any:
+        model = nn.Linear(3, 2).bfloat16()
+        named = {
+            name: p.detach().float().fill_(value).requires_grad_()
+            for name, p in model.named_parameters()
+        }
+        masters = named if kind is dict else [*named.values()]
+        optimizer = torch.optim.AdamW(named.values())
+        return {"model": model, "masters": masters, "optim": optimizer}
+
+    state, other = make(1.0), make(2.0)
+    train_step(state["optim"])
+    checkpoint = save(state)
+    name = "weight" if kind is dict else "0"
+    assert f"optim.state.masters.{name}.exp_avg" in checkpoint.catalog.tensors
+    load(checkpoint, other)
+    key = "weight" if kind is dict else 0
+    for one, two in ((state, other),):
+        first, second = one["masters"][key], two["masters"][key]
+        assert equal(dict(one["optim"].state[first]), dict(two["optim"].state[second]))
+        assert torch.equal(first, second)
+
+
+def test_a_parameter_that_was_tied_is_said_to_have_no_state() -> None:
+    def make(*, tied: bool) -> Any:
+        model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+        if tied:
+            model["b"].weight = model["a"].weight
+        return {"model": model, "optim": torch.optim.AdamW(model.parameters())}
+
+    state = make(tied=True)
+    train_step(state["optim"])
+    checkpoint = save(state)
+    binding = load(checkpoint, make(tied=False))
+    assert any("model.b.weight was tied to model.a.weight" in text for text in binding.assumed)
+    assert not any("was tied" in text for text in load(checkpoint, make(tied=True)).assumed)

@@ -24,6 +24,7 @@ from itertools import count, takewhile
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.state.binding.bind_context import BindContext
@@ -42,6 +43,7 @@ from dist_ckpt.core.state.optimizer_state import (
     STATE,
     OptimizerState,
     convert_state,
+    find_lost_counters,
     reported_state,
 )
 from dist_ckpt.core.state.tensors.locate_tensor import is_meta
@@ -67,6 +69,7 @@ class _GroupBinding:
     fqn: str
     group: dict[str, Any]
     saved_groups: Sequence[str]
+    optimizer: Optimizer
 
     def bind(self, defaults: Mapping[str, object], states: Iterable[str]) -> Sequence[str] | None:
         """Request the hyperparameters, and check them against the class's `defaults`.
@@ -113,6 +116,8 @@ class _GroupBinding:
                 children = {str(key): context.peek_value(n) for key, n in context.children(name)}
                 tensors = {key: child.value if child else None for key, child in children.items()}
                 fits = self._check_options({**options, **tensors}, defaults) and fits
+                if lost := find_lost_counters(self.optimizer, options, self.group):
+                    context.warnings.append(f"{name} is left out, and so are {lost}")
         return fits
 
     def _has_several_tensors(self, names: Sequence[str]) -> bool:
@@ -319,11 +324,12 @@ def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
             context.targets.matcher.resized_names.follow_parameter(
                 of_state, names[id(hint.parameter)].stored, hint.parameter
             )
+            _note_untied(context, name, saved)
             if name in saved and not context.has(of_state) and context.saved.is_stepless(of_state):
                 _drop_state(context, of_state, optimizer, hint.parameter)
             else:
                 conversion.is_whole &= _bind_state(context, of_state, optimizer, hint)
-        binding = _GroupBinding(context, full, group, [*saved_groups])
+        binding = _GroupBinding(context, full, group, [*saved_groups], optimizer.optimizer)
         absent = binding.bind(optimizer.defaults, (child_name(state, name) for name in params))
         conversion.add_group(number, absent)
     _bind_shared(context, state, optimizer, saved)
@@ -340,6 +346,14 @@ def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
         _load_reported(context, fqn, optimizer, further)
     elif optimizer.reported is None and conversion.is_whole and len(context.restored) > restored:
         context.conversions.append((fqn, conversion))
+
+
+def _note_untied(context: BindContext, name: str, saved: Mapping[str, str]) -> None:
+    first = None if name in saved else context.saved.first_of_tied(name)
+    if first is not None:
+        context.assumed.append(
+            f"{name} was tied to {first}, and is not tied here: it has no saved optimizer state"
+        )
 
 
 def _placements(

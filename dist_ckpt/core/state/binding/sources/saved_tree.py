@@ -213,6 +213,10 @@ class SavedTree:
         record = self.catalog.tensors.get(fqn)
         return None if record is None else (fqn, record)
 
+    def first_of_tied(self, name: str) -> str | None:
+        """Return the first name of the tensor that a name was tied to; None if it is the first."""
+        return self.catalog.aliases.get(self.leaves.get(name, ""))
+
     def is_wrapper_subclass(self, name: str) -> bool:
         """Return True if the name is that of a tensor subclass."""
         return child_name(name, RECORD) in self.leaves
