@@ -140,7 +140,8 @@ def test_an_interrupt_while_it_starts_is_no_traceback(tmp_path):
     [
         (["model.safetensors", "config.json"], "`dist-ckpt import --from hf`"),
         (["model.safetensors.index.json"], "`dist-ckpt import --from hf`"),
-        (["other.safetensors"], "add model.safetensors.index.json"),
+        (["other.safetensors"], "`dist-ckpt import --from hf`"),
+        (["claim.json", "0-0.safetensors"], "Pass the folder that was given to save"),
         (["__0_0.distcp"], "but .metadata is missing, which a save writes last"),
     ],
 )

@@ -296,7 +296,8 @@ def _run_text(storage: Storage, path: str, names: Sequence[str]) -> str:
 
 def _foreign_remedy(names: Set[str]) -> str:
     """Return the remedy for a folder with files of other systems."""
-    if {"model.safetensors", "model.safetensors.index.json"} & names:
+    is_attempt = bool({INDEX, CLAIM} & names)
+    if not is_attempt and any(".safetensors" in name for name in names):
         return (
             "They are from Hugging Face: dc.open and dc.load read them, and `dist-ckpt import "
             "--from hf` converts them to a checkpoint"

@@ -10,6 +10,7 @@
 | `group_timeout_s`       | `distributed.ProcessGroup`               | how long training waits     |
 | `wrapped_child`         | `_dynamo.eval_frame`, checkpoint_wrapper | wrappers that add a prefix  |
 | `has_load_hooks`        | `nn.Module`                              | hooks that follow a load    |
+| `drop_load_hooks`       | `nn.Module`                              | ... and their removal       |
 | `conversion_of`         | `nn.Module`                              | classes that convert state  |
 | `cuts_strided_alike`    | `distributed.tensor.placement_types`     | how this torch cuts         |
 | `storage_id`            | `UntypedStorage`                         | tensors on one memory       |

@@ -82,9 +82,10 @@ def test_wrappers_have_their_module_where_we_look_for_it():
 
 def test_hooks_that_follow_a_load_are_seen():
     model = torch.nn.Sequential(torch.nn.Linear(1, 1))
-    assert not torch_private.has_load_hooks(model)
     model[0].register_load_state_dict_post_hook(lambda *_: None)
-    assert torch_private.has_load_hooks(model)
+    assert [torch_private.has_load_hooks(module) for module in (model, model[0])] == [False, True]
+    torch_private.drop_load_hooks(model)
+    assert not torch_private.has_load_hooks(model[0])
 
 
 def test_tensors_on_one_memory_have_one_storage_meta_ones_too():
