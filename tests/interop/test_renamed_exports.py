@@ -72,6 +72,14 @@ def test_a_hugging_face_folder_has_the_new_tensors(saved: Any, tmp_path: Path) -
     assert torch.equal(half, expected(model)["q"].bfloat16())
 
 
+def test_no_file_is_cloned_under_new_names(tmp_path: Path) -> None:
+    weights = {"a": torch.ones(4), "b": torch.zeros(4)}
+    dc.save({"model": weights}, tmp_path / "ck")
+    swap = {"model.a": "model.b", "model.b": "model.a"}
+    hf.export_folder(tmp_path / "ck", tmp_path / "out", rename=swap, reflink=True)
+    check(load_file(tmp_path / "out" / "model.safetensors"), {"a": weights["b"], "b": weights["a"]})
+
+
 def test_windows_smaller_than_a_tensor_cut_it_right(
     saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -187,6 +187,16 @@ def test_two_sources_of_one_checkpoint_make_one_name_in_two_ways(path: Path) -> 
     assert torch.equal(state["b"]["w"], weight)
 
 
+def test_of_two_sources_that_make_one_name_the_first_provides_it(path: Path) -> None:
+    weight = torch.randn(3, 3)
+    dc.save({"w": weight}, path)
+    first = dc.Source(path, rename={"w": [dc.Transpose(), "v"]})
+    second = dc.Source(path, rename={"w": [dc.Split(sizes=(3,)), "v"]})
+    state = {"v": torch.zeros(3, 3)}
+    dc.load(state, [first, second], strict=False)
+    assert torch.equal(state["v"], weight.T)
+
+
 def test_a_meta_model_is_filled_by_operations(path: Path) -> None:
     model, _ = trained(Layer, steps=0)
     dc.save({"model": model}, path)

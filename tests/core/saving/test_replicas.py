@@ -104,15 +104,19 @@ def test_rank0_is_the_lowest_rank_that_has_the_tensor() -> None:
 
 def test_mean_stores_the_mean_and_leaves_equal_copies_and_the_state_alone() -> None:
     states, storage = drifted(), MemoryStorage()
-    nan = torch.tensor([float("nan"), -0.0, 3.0])
+    nan = torch.tensor([float("nan"), -0.0, 0.1], dtype=torch.float64)
     for state in states:
         state["model"]["w"] = nan.clone()
     report = save_on_threads(storage, states, replicas={"model": "mean", "count": "rank0"})
     assert report.replicas == {"model.norm": "mean", "model.w": "mean", "count": "rank0"}
     assert [state["model"]["norm"][0].item() for state in states] == [1, 2, 3]
-    for state in loaded(storage, 2):
+    live = empty(2)
+    for state in live:
+        state["model"]["w"] = torch.zeros(3, dtype=torch.float64)
+    load_on_threads(storage, live)
+    for state in live:
         assert torch.equal(state["model"]["norm"], torch.tensor([2.0, 3.0]))
-        assert torch.equal(state["model"]["w"].view(torch.int32), nan.view(torch.int32))
+        assert torch.equal(state["model"]["w"].view(torch.int64), nan.view(torch.int64))
 
 
 def test_the_bytes_of_a_mean_are_the_same_each_time() -> None:
@@ -127,6 +131,14 @@ def test_the_bytes_of_a_mean_are_the_same_each_time() -> None:
         save_on_threads(storage, states, replicas={"w": "mean"})
         load_on_threads(storage, [live])
         assert torch.equal(live["w"], expected)
+
+
+def test_copies_are_added_from_the_lowest_rank_to_the_highest() -> None:
+    states = [{"w": torch.tensor([v], dtype=torch.float64)} for v in (1e16, -1e16, 1.0)]
+    storage, live = MemoryStorage(), {"w": torch.zeros(1, dtype=torch.float64)}
+    save_on_threads(storage, states, replicas={"w": "mean"})
+    load_on_threads(storage, [live])
+    assert live["w"].item() == 1 / 3  # in the reverse order it would be 0
 
 
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16])
