@@ -1,7 +1,8 @@
 """The storage protocol: eight methods that a backend implements.
 
 Paths are absolute and use "/". `commit/commit_protocol.py` implements the commit order with these
-methods. A backend promises exactly what they document.
+methods. A backend promises exactly what they document. An object store, such as S3, cannot
+implement it: `open_storage` in `storage/__init__.py` refuses paths with a scheme.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A wrapper of a storage overrides one method of `ForwardingStorage`. A tier is no
 each checkpoint after its commit, see `_after_commit` in `checkpointer/maintenance.py`.
 
 No wrapper repeats a call that failed: the call may have taken effect, and a second fsync proves
-nothing. A run repeats the whole save in a new attempt: `RunSession.save` in
-`checkpointer/run_session.py`.
+nothing. A run repeats the whole save in a new attempt: `RunSaves.save` in
+`checkpointer/run_session.py`; a background save: `_settle` in `checkpointer/maintenance.py`.
 """
 
 # ruff: noqa: D102  # the protocol, or `ForwardingStorage`, documents the methods
