@@ -59,8 +59,8 @@ class Status:
     """The state of one attempt. `modified_at` is the time of its newest file, by the storage.
 
     "damaged": the index is damaged. "incompatible": a newer dist_ckpt wrote the index. Only the
-    listing of a run has "unreadable": the storage cannot read the checkpoint, for want of a
-    permission for example.
+    listing of a run has "unreadable": the storage cannot read the checkpoint, for example
+    because a permission is missing.
     """
 
     attempt: Attempt

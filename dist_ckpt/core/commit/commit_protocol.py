@@ -187,9 +187,9 @@ def claim(
 ) -> Claim:
     """Begin an attempt at `path`. Coordinator only.
 
-    On return the attempt's folder is durable, and lower open attempts are abandoned. A rename
-    onto an existing file has been tried here and has failed, as a commit needs it. After an error,
-    the claim is undone as far as the storage allows.
+    On return the attempt's folder is durable, and lower open attempts are abandoned. The
+    claim has proved that a rename here never replaces a file. After an error, the claim is undone
+    as far as the storage allows.
 
     Raises ExistsError if the path is a linked step, or has files of another program. Also raises
     ExistsError for a checkpoint there without `overwrite`, or a protected checkpoint without

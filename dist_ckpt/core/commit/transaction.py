@@ -444,8 +444,9 @@ def _unequal_replicas_text(groups_by_rank: Sequence[Mapping[str, Mapping[str, st
     return (
         f"ranks hold different values under the same name: {listed(unequal, '; ')}. A name is "
         f"stored once, so its value must be equal on all ranks: broadcast the value first, or "
-        f"{remedy}. To save all the same, say what is stored: {_replicas_option(ranks_by_digest)} "
-        f'for the copy of the lowest rank, or "mean" or "per_rank"'
+        f"{remedy}. To save in spite of this, choose which copy is stored: "
+        f'{_replicas_option(ranks_by_digest)} for the copy of the lowest rank, or "mean" or '
+        f'"per_rank"'
     )
 
 

@@ -182,8 +182,8 @@ def find_ranges(box: Region, piece: RegionPiece, gap: int) -> Iterator[ElementRa
     """Yield the ranges that a box has in the memory of its cell.
 
     Holes of fewer than `gap` elements are included. So a block of `gap` elements overlaps a range
-    if and only if it contains an element of the box. Holes only grow from the last dimension to the
-    first, so each range is one inner box.
+    if and only if it contains an element of the box. A hole of an outer dimension is at least as
+    large as one of an inner dimension, so each range is one inner box.
     """
     strides = row_major_strides(piece.region.shape)
     inner = 1

@@ -85,8 +85,8 @@ class LoadCall:
 class LoadArguments:
     """The checked arguments of one rank.
 
-    `storages` has one storage for each path. It serves the files that are in memory; a storage of
-    `counting` reads and counts the others. `selection` has the names to load.
+    `storages` has one storage for each path. It serves the files that are in memory, and reads the
+    others through a storage of `counting`, which counts them. `selection` has the names to load.
     """
 
     proposal: LoadProposal

@@ -95,9 +95,10 @@ class ResolvedSources:
 
 
 class UnrequestedParts(Message, frozen=True):
-    """The tensors that operations of a rename make and that a rank does not request, as a bitmap.
+    """The tensors made by operations of a rename that one rank does not request.
 
-    `names_digest` is the digest of the names of all of them: only ranks with equal names compare.
+    `bitmap` has a bit for each tensor that the operations make. `names_digest` is the digest of the
+    names of all these tensors: only bitmaps over equal names are compared.
     """
 
     names_digest: str = ""

@@ -176,7 +176,7 @@ class CellOverlap:
     requested_piece: RegionPiece  # the piece of the requested cell that contains the box
     common: Region
     contiguous: ElementRange | None  # the box in the stored cell's memory
-    shift: int  # from there to the requested cell's memory
+    shift: int  # added to an offset of `contiguous`: the offset in the requested cell's memory
     is_whole: bool  # the cells are equal, and the box is the whole cell
 
     @staticmethod

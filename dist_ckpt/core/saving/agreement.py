@@ -27,8 +27,8 @@ class AgreedPlan:
 
     The plan is valid until the inventory of a rank changes. `encoded_catalog` is the catalog as in
     an index. `nbytes_to_write` counts all ranks, without files that may be linked.
-    `plan_id` identifies the plan on all ranks. It is what the first save with this plan claimed,
-    as text. It is "" before that save.
+    `plan_id` identifies the plan on all ranks: the text of the attempt (or of the snapshot's id)
+    that the first save with this plan claimed. It is "" before that save.
     """
 
     inventory: Inventory
@@ -98,9 +98,9 @@ _COMPARED = tuple(name for name in SaveArguments.__struct_fields__ if name not i
 class SaveAgreement(Message, Generic[ClaimedT], frozen=True):
     """The answer to the proposals.
 
-    `claimed` is unique in this group: the claimed attempt, or in a background save the id of the
-    snapshot. If it is None, the ranks make a new plan. `connection_generation` is the highest of
-    all ranks; `Collective.renew` gets it.
+    `claimed` is the claimed attempt, or in a background save the id of the snapshot. No other save
+    of this group has the same. If it is None, the ranks make a new plan. `connection_generation` is
+    the highest of all ranks; `Collective.renew` gets it.
     """
 
     claimed: ClaimedT | None

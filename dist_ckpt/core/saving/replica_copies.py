@@ -46,9 +46,9 @@ def apply_replica_rules(
 ) -> LocalState:
     """Return the state with the rule of each name in its inventory.
 
-    Tensors and values with the rule "per_rank" become per-rank values. A tensor that the ranks have
-    no copies of, as each has another shard, stays a tensor. Raises ValueError for a rule that has
-    no meaning for a name.
+    Tensors and values with the rule "per_rank" become per-rank values. If each rank has
+    another shard of a tensor, there are no copies, and it stays a tensor. Raises ValueError for a
+    rule that has no meaning for a name.
     """
     inventory = local.inventory
     aliases = dict(inventory.aliases)

@@ -80,8 +80,8 @@ class LocalState:
         """Return the tensors that usually change only when an optimizer of the state steps.
 
         These are the optimizers' state, and the parameters in their groups that require a gradient.
-        All other tensors may change at any time. A forward changes buffers, and the parameters of a
-        copied model may be averages of the weights.
+        All other tensors may change at any time: a forward pass changes buffers, and a copy of the
+        model may average the weights after the step.
         """
         names: set[str] = set()
         stepped: set[int] = set()

@@ -46,7 +46,7 @@ READS_PER_TIMEOUT = 10
 # One read of the heartbeats counts at most this share of the timeout as silence.
 MAX_COUNTED = 0.25
 
-# A pause lasts this share of the time waited so far. So a wait is at most this share too long.
+# A pause lasts this share of the time waited so far. So a wait ends late by at most this share.
 OVERSHOOT = 0.15
 
 

@@ -236,8 +236,9 @@ def _mismatch(
 def _has_final_failure(envelopes: Mapping[int, Envelope]) -> bool:
     """Return True if all ranks can get an error now, also while some still work.
 
-    False in an operation's first exchange: a rank whose envelope was not decided on could not match
-    the answer to a call. False for a secondary error: its cause will still arrive.
+    False in an operation's first exchange: a rank matches the first answer by the nonce of its
+    envelope, so a rank whose envelope is missing could not. False for a secondary error: its cause
+    will still arrive.
     """
     return any(
         envelope.operation and envelope.failure is not None and not envelope.failure.is_secondary

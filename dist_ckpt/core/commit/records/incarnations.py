@@ -138,8 +138,9 @@ class IncarnationHistory:
         attempt is orphaned if a later incarnation restored a lower step. (A restore of an orphan
         changes that rule: it makes the orphan an ancestor again.)
 
-        In a copy of a root, an incarnation may have no record. It may have resumed from any attempt
-        that is not above it, so these are not orphaned.
+        In a copy of a root, an incarnation may have no record, so its restored step is unknown.
+        Then an older attempt is orphaned only if its step is above one that a newer incarnation
+        restored.
         """
         number, until = self.newest, step
         while attempt.incarnation < number:

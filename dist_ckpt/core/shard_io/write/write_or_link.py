@@ -5,10 +5,10 @@ has its block digests. So files with equal header digests are equal. First compu
 file of the live tensors would have. If the file of an earlier committed save has an equal header,
 link that file.
 
-A save links to the file of the save before the last one. If that save was pruned, it links to the
-file of the last save. So as long as two checkpoints are kept, the two newest share no file. A file
-has at most `MAX_SHARED` names; then it is written again. So a bad sector damages only some of the
-checkpoints; the digests show which.
+A save links to the file of the second newest earlier save. If that save was pruned, it links to
+the file of the newest one. So as long as two checkpoints are kept, the two newest share no file. A
+file has at most `MAX_SHARED` names; then it is written again. So a bad sector damages only some of
+the checkpoints; the digests show which.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Load the state and the parameter groups of optimizers.
 
 State is filled in place. Torch's own `load_state_dict` is never called: it casts state to the
-parameter's dtype. Its last step is: the class converts the loaded state (`convert_state`). An
-optimizer class with its own `load_state_dict` gets its reported state back, with the saved values
-in it. If that call casts state, the cast is undone.
+parameter's dtype. Only its last step runs here: the class converts the loaded state
+(`convert_state`). An optimizer class with its own `load_state_dict` gets its reported state back,
+with the saved values in it. If that call casts state, the cast is undone.
 
 Parameters are matched by name. A group gets the hyperparameters that its parameters were saved
 with, even if they were in other groups.
@@ -74,9 +74,9 @@ class _GroupBinding:
     def bind(self, defaults: Mapping[str, object], states: Iterable[str]) -> Sequence[str] | None:
         """Request the hyperparameters, and check them against the class's `defaults`.
 
-        `states` are the names of its parameters' state. If some of them are loaded, saved groups
-        that the load leaves out are checked too. Return the switches that were not saved, which
-        the class may set; None if another class has saved the group.
+        `states` are the names of the state of the group's parameters. If the load includes some of
+        it but leaves out saved groups, those groups are checked too. Return the switches that were
+        not saved: the class may set them. None if an optimizer of another class saved the group.
         """
         context = self.context
         stored = filter(context.has, self.saved_groups)

@@ -65,7 +65,7 @@ class NewTensor:
 class _BoxRead(NamedTuple):
     """A box of a saved tensor that is read into a part of cell number `cell` of a `_Fill`.
 
-    It has the number `requested` among all requested cells of `fqn`.
+    `requested` is the number of the box among all requested cells of `fqn`.
     """
 
     fqn: str
@@ -80,8 +80,8 @@ class _Fill(NamedTuple):
 
     `cells[i]` has the number `first + i` among all requested cells of the tensor. `parts[i]` is its
     memory; for a `NewTensor` it is allocated later. `cast_from` is the saved dtype if it differs.
-    A tensor that operations of a rename make has no stored cells, but `reads`. With `scaling`, its
-    elements are multiplied by a scale. If it is `resized`, `parts` are the memory of more cells.
+    A tensor that operations of a rename make has `reads` instead of stored cells. With `scaling`,
+    its elements are multiplied by a scale. If it is `resized`, `parts` have memory of more cells.
     """
 
     name: str
