@@ -73,7 +73,7 @@ if TYPE_CHECKING:
 __version__ = "0.2.0.dev0"
 
 # The public names of each module. A name is imported at its first use, so that checkpoints can be
-# listed and read without torch. Only the errors are imported at once.
+# listed and read without torch. Only the errors are imported immediately.
 _NAMES = {
     "core.saving.save": "save",
     "async_save.async_saver": "AsyncSaver",

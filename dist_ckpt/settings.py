@@ -65,7 +65,7 @@ class Settings:
       seen. For a live rank the limit is `group_timeout_s`, if that is longer.
     - `join_warning_s`: after this time a warning in the log names the missing ranks.
     - `visibility_timeout_s`: how long a rank waits until it sees rank 0's claim on shared storage.
-    - `threads`: how many reads or writes a rank runs at once.
+    - `threads`: how many reads or writes a rank runs at the same time.
     - `host`: the name of this rank's host. "" means the system's name.
     - `group_timeout_s`: the timeout of the process group.
     """

@@ -401,7 +401,7 @@ class AsyncSaver:
 
     @contextmanager
     def _exclusive(self) -> Iterator[None]:
-        """Exclude other threads and signal handlers: two saves at once would mix their states.
+        """Exclude other threads and signal handlers: two saves together would mix their states.
 
         ValueError if another call runs, if the saver is closed, or in a forked process.
         """

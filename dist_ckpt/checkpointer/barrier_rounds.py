@@ -188,7 +188,7 @@ class BarrierMember:
 class BarrierRounds:
     """One rank's part in the rounds of a job. Its thread runs until `close`.
 
-    `propose` returns this rank's current proposal at once. It returns the same proposal until a
+    `propose` returns this rank's current proposal immediately. It returns the same proposal until a
     `Boundary` with it is done. The thread calls `report_alone` with the reason if other ranks have
     left, or have passed the boundary of this rank's action.
     """
@@ -436,8 +436,8 @@ class BarrierRounds:
         """Update the number of boundaries per second.
 
         An evaluation has many polls, and the training after it has few steps. A barrier set at the
-        pace of the polls would be reached hours later. So a slower pace counts at once, and a
-        faster pace counts gradually. The first measurement counts at once.
+        pace of the polls would be reached hours later. So a slower pace counts immediately, and a
+        faster pace counts gradually. The first measurement counts immediately.
         """
         now, passed = time.monotonic(), self._barrier.passed
         elapsed_s = max(now - self._pace_at, 1e-3)

@@ -233,7 +233,7 @@ class MaintenanceThread:
         return text
 
     def _set_durable(self, report: SaveReport) -> None:
-        # At once: the next failure reports it.
+        # Immediately: the next failure reports it.
         self.durable = f"step {report.step}, at {report.path}"
         self._num_failures = 0
 

@@ -93,9 +93,9 @@ class RunSaves:
         An earlier save may still be in the queue, and no writer has begun it. If `is_urgent` is or
         becomes true, this save replaces the earlier save instead of waiting for it.
 
-        A failed save is tried again at once. After a second failure `on_failure` decides. Some
-        errors are raised at once: a lost rank, a newer incarnation, and an invalid state if this
-        incarnation has not saved yet.
+        A failed save is tried again immediately. After a second failure `on_failure` decides. Some
+        errors are raised immediately: a lost rank, a newer incarnation, and an invalid state if
+        this incarnation has not saved yet.
         """
         self.last = step
         self.num_begun += 1

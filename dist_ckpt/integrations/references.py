@@ -83,7 +83,7 @@ class TrackerThread:
         self._thread: threading.Thread | None = None
 
     def __call__(self, checkpoint: Checkpoint) -> None:
-        """Queue a commit, and return at once. The first call starts the thread."""
+        """Queue a commit, and return immediately. The first call starts the thread."""
         reference = reference_of(checkpoint)
         with self._changed:
             if self._is_closed:

@@ -266,7 +266,7 @@ def is_complete(info: RunCheckpoint) -> bool:
 
 
 def _polls(timeout_s: float, poll_s: float) -> Iterator[None]:
-    """Yield at once, then every `poll_s` seconds, and a last time after `timeout_s`."""
+    """Yield immediately, then every `poll_s` seconds, and a last time after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     yield
     while (remaining_s := deadline - time.monotonic()) > 0:

@@ -632,7 +632,7 @@ def test_settings_that_make_no_sense_are_told(job):
 def test_a_writer_that_does_not_start_is_told_with_its_log(job, monkeypatch):
     (folder,) = job.ranks(1)
     monkeypatch.setattr("sys.executable", "/bin/false")
-    with pytest.raises(RankError, match=r"does not start: it has ended at once.*writer\.log"):
+    with pytest.raises(RankError, match=r"does not start: it has ended immediately.*writer\.log"):
         start_writer(folder, hello(folder, 1))
 
 

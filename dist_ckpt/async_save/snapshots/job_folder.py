@@ -14,7 +14,8 @@ The name of a job is given, or `make_job_name` computes it from the id of the fo
 The id is in the file `DIST_CKPT_ROOT` of that folder.
 
 That file is not hidden, so `rm -rf root/*` removes it too. Inode numbers and birth times are not
-enough: ext4 reuses a number at once, FUSE may change it, and many file systems have no birth time.
+enough: ext4 reuses a number immediately, FUSE may change it, and many file systems have no birth
+time.
 """
 
 from __future__ import annotations

@@ -196,8 +196,8 @@ def _take_trainer_lock(rank_folder: RankFolder) -> LockFile:
     except ConflictError as error:
         raise ConflictError(
             f"another AsyncSaver of job {rank_folder.job!r} is open in this process: close it, or "
-            f"use it in a `with`. If its name is lost, call dc.close_all(). For two at once, use "
-            f"another root, or give this one another job: AsyncSaver(job=...)",
+            f"use it in a `with`. If its name is lost, call dc.close_all(). For two at the same "
+            f"time, use another root, or give this one another job: AsyncSaver(job=...)",
             rank=rank_folder.rank,
         ) from error
 
@@ -213,7 +213,7 @@ def end_orphan_writers(folder: JobFolder, drain_timeout_s: float) -> None:
     """Wait `drain_timeout_s` for the writers on this host whose trainer is gone; then end them.
 
     An old writer of this rank is one of them: this process has the trainer's lock, but no writer
-    yet. On return none of them lives. Sealed snapshots stay. Several processes may call it at once.
+    yet. On return none of them lives. Sealed snapshots stay. Several processes may do so together.
 
     ConflictError if a writer's lock belongs to a process that is not a visible writer, StorageError
     if a writer does not end after it was killed.

@@ -33,11 +33,11 @@ PROGRAM = "dist_ckpt.async_save.writer"
 # A job that was upgraded while it ran may have left a writer of the old name.
 PROGRAMS = (PROGRAM, "dist_ckpt.writer")
 
-# A start takes a quarter of a second, and longer if all ranks of a host start at once.
+# A start takes a quarter of a second, and longer if all ranks of a host start together.
 START_TIMEOUT_S = 60.0
 _END_TIMEOUT_S = 5.0
 
-# A writer answers at once. Without an answer within this time, it counts as dead.
+# A writer answers immediately. Without an answer within this time, it counts as dead.
 ANSWER_TIMEOUT_S = 60.0
 
 # The time of a wait after which a ping checks that the writer is not frozen.
@@ -72,7 +72,7 @@ def start_writer(
             raise build_error(answer.failure)
         fact = f"it has not begun within {START_TIMEOUT_S:g} s"
     except writer_messages.LinkClosedError:
-        fact = "it has ended at once"
+        fact = "it has ended immediately"
     except OSError as error:
         _end_process(link, process)
         raise StorageError(

@@ -87,7 +87,7 @@ class WriterRendezvous:
         self._set_patience()
 
     def _set_patience(self) -> None:
-        # All trainers send at once: a writer that was never seen got no message, or is dead.
+        # All trainers send together: a writer that was never seen got no message, or is dead.
         if isinstance(channel := self._channel, StoreChannel):
             channel.limit_unseen_timeout(self._patience * self._hello.settings.heartbeat_timeout_s)
 
@@ -134,7 +134,7 @@ class WriterRendezvous:
         return self._channel
 
     def close(self) -> None:
-        """Leave the store. The other writers are notified at once."""
+        """Leave the store. The other writers are notified immediately."""
         if self._channel is not None:
             self._channel.close()
         if self._client is not None:

@@ -82,7 +82,7 @@ def _print(costs: Estimate) -> None:
         lines.append(("a save", f"{costs.save_s:.3g} s at {format_size(costs.rate)}/s"))
     fits = "the peak fits" if costs.fits else "the peak does NOT fit"
     lines += [
-        ("peak", f"{format_size(costs.nbytes_peak)}: {checkpoints} at once"),
+        ("peak", f"{format_size(costs.nbytes_peak)}: {checkpoints} at the same time"),
         ("free", f"{format_size(costs.nbytes_free)} at {costs.folder}: {fits}"),
     ]
     for name, text in lines:

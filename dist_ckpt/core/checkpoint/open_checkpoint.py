@@ -94,7 +94,7 @@ class OpenCheckpoint:
 
     `make` turns a placeholder in an objects file into an object. `buffers` are scratch memory.
     After a read, up to `max_open_files` files stay open; with None, the files of the last read.
-    `threads` is the number of reads at once; the default comes from the environment. Damage that a
+    `threads` is the number of parallel reads; the default comes from the environment. Damage that a
     read finds is recorded in the run, unless `records_damage` is False. With a `translation`, the
     catalog has other names than the files (`renamed_checkpoint.py`).
     """

@@ -283,7 +283,7 @@ class _VerifyRun:
         self._buffers = BufferPool(max(read_grouping.READ_NBYTES, open_files.MAX_BLOCK_NBYTES))
 
     def run(self, level: Level) -> None:
-        """Check the names of files, then the files, several at once."""
+        """Check the names of files, then the files, several together."""
         index = self._index
         self._check_listing()
         self._check_claim()

@@ -375,7 +375,7 @@ class _Budget:
     def spend(self, count: int) -> None:
         self.num_left -= count
         if self.num_left < 0:
-            raise ValueError("regions cut in too many dimensions at once")
+            raise ValueError("regions cut in too many dimensions together")
 
 
 # Boxes, each with a (start, stop) for each dimension, and their counts: 1 for a region, -1 for the

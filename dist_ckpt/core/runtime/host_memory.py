@@ -65,7 +65,7 @@ def allocate_scratch(nbytes: int) -> memoryview:
 
 
 class BufferPool:
-    """Scratch buffers of one size, as many as are in use at once, cached for reuse. Thread-safe."""
+    """Scratch buffers of one size, as many as are used together, cached for reuse. Thread-safe."""
 
     def __init__(self, nbytes: int = BUFFER_NBYTES) -> None:
         self._nbytes = nbytes

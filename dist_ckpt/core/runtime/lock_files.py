@@ -2,8 +2,8 @@
 
 A lock is an flock: the kernel releases it when its process ends, for whatever reason. A forked
 child shares it, and a data loader's worker could keep the lock of its dead trainer. So a child
-closes its copy at once, which does not release the parent's lock. A program started with exec has
-no copy.
+closes its copy immediately, which does not release the parent's lock. A program started with exec
+has no copy.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ _lookups = DaemonThreads(4)
 
 
 def find_listening(addresses: Iterable[str], timeout_s: float = ANSWER_S) -> dict[str, bool]:
-    """Look at ports "host:port" at once. True: a process listens there; False: none does.
+    """Look at ports "host:port" together. True: a process listens there; False: none does.
 
     Ports that do not answer in time are absent, and so are names that are not found in time.
     """

@@ -1,4 +1,4 @@
-"""Daemon threads whose calls can be abandoned, and the one way to do several things at once.
+"""Daemon threads whose calls can be abandoned, and the one way to do several things together.
 
 A call that hangs does not keep the process from exiting. See `CallMonitor` for deadlines.
 """
@@ -203,7 +203,7 @@ def parallel_for(
 ) -> list[R]:
     """Return the results of `work` for each item, in the order of the items.
 
-    Up to `threads` calls run at once. Up to `waiting`, by default as many, are queued: a lazy
+    Up to `threads` calls run together. Up to `waiting`, by default as many, are queued: a lazy
     `items` is never stored whole. After an error no further call begins, running calls are awaited,
     and the error of the first failed item is raised. StorageError if a call hangs for `stall_s`, or
     if a storage call in it misses the storage's deadline; the error names the call.

@@ -13,7 +13,7 @@ from msgspec import Struct, msgpack
 
 T = TypeVar("T")
 
-# Two threads that create one class's decoder at once crash the process (msgspec 0.22). The lock is
+# Two threads that create one class's decoder together crash the process (msgspec 0.22). The lock is
 # reentrant: an interrupt while it is held may decode too.
 _lock = threading.RLock()
 _decoders: dict[object, msgpack.Decoder[Any]] = {}

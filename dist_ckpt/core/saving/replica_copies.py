@@ -166,7 +166,7 @@ def _separate_copies(local: LocalState, own: Sequence[str], rank: int) -> LocalS
 
 # --- means -------------------------------------------------------------------------------------
 
-# The copies of all ranks are in the memory of each rank at once.
+# The copies of all ranks are in the memory of each rank at the same time.
 _MAX_NBYTES = 1 << 30
 
 # The bytes of each local part, by its name and its place in the tensor.

@@ -25,7 +25,7 @@ class Entry:
 
 
 class WritableFile(Protocol):
-    """A file that is being written. Threads may write different parts at once."""
+    """A file that is being written. Threads may write different parts together."""
 
     @property
     def alignment(self) -> int:

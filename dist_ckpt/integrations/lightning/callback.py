@@ -360,7 +360,7 @@ def _without_restore_callback(callbacks: list[Any]) -> list[Any]:
 
 
 def _stop(trainer: Any) -> None:
-    """End the fit at once, also before `min_epochs`: the machine may go away."""
+    """End the fit immediately, also before `min_epochs`: the machine may go away."""
     trainer.fit_loop.min_epochs = None
     trainer.fit_loop.epoch_loop.min_steps = None
     trainer.should_stop = True

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 __all__ = ["export_folder"]
 
-# Three windows are in memory at once, with the blocks that are read for them.
+# Three windows are in memory at the same time, with the blocks that are read for them.
 WINDOW_NBYTES = 16 << 20
 
 # The metadata of each file. transformers requires "format"; an export replaces a file only if it

@@ -143,7 +143,7 @@ def _count_saves(
 def _simulate(
     num_saves: int, interval: tuple[int, float | None], keep: RetentionPolicy | None
 ) -> tuple[int, int]:
-    """Return the number of checkpoints at the end, and the most at once. Pure."""
+    """Return the number of checkpoints at the end, and the most at the same time. Pure."""
     if keep is None:
         return num_saves, num_saves
     rules = parse_rules(str(keep))

@@ -38,7 +38,7 @@ NUM_LARGEST = 25
 # The table of components and its chart have at most this many rows.
 MAX_COMPONENTS = 40
 
-# A browser draws this many boxes at once.
+# A browser draws this many boxes at the same time.
 MAX_NODES = 1000
 # A box has at most this many inner boxes. If there are more, the smallest share one box.
 MAX_CHILDREN = 80

@@ -64,7 +64,7 @@ class Collective(Protocol):
         """Begin to fill `data` with bytes that a rank sends; see `send`."""
 
     def break_off(self) -> None:
-        """End the connections: every transfer fails at once, on every rank. Never raises."""
+        """End the connections: every transfer fails immediately, on every rank. Never raises."""
 
     def close(self) -> None:
         """Close the connections. Never raises."""

@@ -27,7 +27,7 @@ from dist_ckpt.core.runtime.threads import POLL_S, DaemonThreads, has_outcome
 from dist_ckpt.reports import IoCount
 from dist_ckpt.settings import Settings
 
-# The number of broadcasts under way at once.
+# The number of broadcasts under way at the same time.
 MAX_BROADCASTS = 16
 
 # If all ranks are in a step for the heartbeat timeout and this long, their connections do not work.

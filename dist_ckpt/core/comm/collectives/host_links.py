@@ -34,8 +34,8 @@ _CREDENTIALS = struct.Struct("3i")
 class SharedScratch:
     """Memory that other ranks can map. It has no name, and is freed with its last user.
 
-    All of it is allocated at once: a page that is missing later is a SIGBUS. OSError if this system
-    has no such memory, or too little.
+    All of it is allocated immediately: a page that is missing later is a SIGBUS. OSError if this
+    system has no such memory, or too little.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -51,8 +51,8 @@ class SharedScratch:
 class HostLinks:
     """One rank's links to others on its host. Threads may send; one thread makes all other calls.
 
-    It listens at once. When all ranks have created theirs, each calls `offer` and `connect`; when
-    all have done that, `accept`. OSError if the system has no such socket.
+    It listens immediately. When all ranks have created theirs, each calls `offer` and `connect`;
+    when all have done that, `accept`. OSError if the system has no such socket.
     """
 
     def __init__(self, meeting: str, rank: int, *, timeout_s: float) -> None:

@@ -145,7 +145,7 @@ class Channel(Protocol):
         """
 
     def exchange(self, phase: str) -> Exchange:
-        """Return the operation's next exchange, a block that is entered at once. Collective.
+        """Return the operation's next exchange, a block that is entered immediately. Collective.
 
         An error in the block of any rank is raised by all ranks at its end. Errors of dist_ckpt,
         ValueError and TypeError keep their class, with rank and host in the message; others become

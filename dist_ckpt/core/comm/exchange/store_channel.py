@@ -366,7 +366,7 @@ class StoreChannel:
         self._state = state = ExchangeState(store, rank, world_size, location, settings, texts)
         self.notes: SharedNotes = StoreNotes(state.client)
         self._role = Coordinator(state) if rank == COORDINATOR else Participant(state)
-        # Also at the end of the process: ranks that wait for this one are notified at once.
+        # Also at the end of the process: ranks that wait for this one are notified immediately.
         self._finalizer = weakref.finalize(self, _close, state)
 
     @property

@@ -291,7 +291,7 @@ def put(store: Store, key: str, data: bytes) -> None:
 def put_once(store: Store, key: str, text: str) -> bytes:
     """Store a short text unless the key has one; return the value now, as `get_all` does.
 
-    If several ranks call it at once, all return the text of the same one.
+    If several ranks call it together, all return the text of the same one.
     """
     value = store.compare_set(key, "", _WHOLE.decode() + text)
     return value[1:] if value[:1] == _WHOLE else NO_VALUE

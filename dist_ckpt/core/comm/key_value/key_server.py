@@ -50,8 +50,8 @@ class Limits:
     """The limits of a server. `nbytes` counts all keys and values together.
 
     `num_strangers` limits the connections that have not sent the token yet. Each has `greeting_s`
-    to do so. One more closes the oldest: valid peers send the token at once, and slow peers must
-    not block them.
+    to do so. One more closes the oldest: valid peers send the token immediately, and slow peers
+    must not block them.
     """
 
     num_keys: int = 1 << 20
@@ -85,7 +85,7 @@ class KeyServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Close all connections: calls under way fail at once. May be called again."""
+        """Close all connections: calls under way fail immediately. May be called again."""
         self._waker.close()
         self._thread.join(CLOSE_S)
 

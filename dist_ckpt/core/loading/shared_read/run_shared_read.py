@@ -432,7 +432,7 @@ class RankReads:
             blocks[_find_range(block.start, bounds)].append(block)
         planned_ranges = {}
         for n, shared_range in enumerate(shared_ranges):
-            # A range has no gap: all its adjacent blocks are read at once.
+            # A range has no gap: all its adjacent blocks are read together.
             groups = group_successive(blocks[n], lambda group, b: group[-1].stop == b.start)
             reads: list[PlannedRead] = [*small_reads[n]]
             reads += (BlockRead(ByteRange(g[0].start, g[-1].stop), tuple(g)) for g in groups)

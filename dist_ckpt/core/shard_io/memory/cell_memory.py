@@ -33,7 +33,7 @@ class CellReader(Protocol):
 
 
 class Target(Protocol):
-    """The memory of one requested cell. Threads may fill different elements at once."""
+    """The memory of one requested cell. Threads may fill different elements together."""
 
     def memory(self) -> memoryview | None:
         """Return the writable bytes of the cell if they are row-major in host memory, else None."""

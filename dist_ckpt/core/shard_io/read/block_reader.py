@@ -39,9 +39,9 @@ from dist_ckpt.core.storage import ReadableFile
 from dist_ckpt.errors import CorruptError, StorageError
 from dist_ckpt.message_text import listed
 
-# The bytes to read and digest at once, while a processor has them cached. Measured with 1 GiB: from
-# the page cache, 1 MiB is as fast as 2 MiB, and 8 MiB is somewhat slower. From the disk, 2 MiB is
-# as fast as 8 MiB, and 1 MiB is half as fast: the kernel reads too little ahead.
+# The bytes to read and digest together, while a processor has them cached. Measured with 1 GiB:
+# from the page cache, 1 MiB is as fast as 2 MiB, and 8 MiB is somewhat slower. From the disk, 2 MiB
+# is as fast as 8 MiB, and 1 MiB is half as fast: the kernel reads too little ahead.
 IO_CHUNK_NBYTES = 2 << 20
 
 _CUT_OFF = "the file ended while it was read"
@@ -184,7 +184,7 @@ class BlockReader:
             with self._python_lock:
                 self._place_shards(read, read.shard_data(file, data))
             return
-        # Successive blocks of the same shard for the same items are copied at once.
+        # Successive blocks of the same shard for the same items are copied together.
         for blocks in group_successive(
             read.blocks, lambda group, b: group[-1].shard is b.shard and group[-1].items == b.items
         ):

@@ -37,7 +37,7 @@ from dist_ckpt.message_text import listed, merge_similar
 # still loads. Other files are opened again for each read: a process can usually open 1024.
 MAX_OPEN = 512
 
-# A reader has some blocks in memory at once. A block contains whole elements of every dtype.
+# A reader has some blocks in memory together. A block contains whole elements of every dtype.
 MAX_BLOCK_NBYTES = 64 << 20
 MAX_ITEMSIZE = max(dtype.itemsize for dtype in DTYPES.values())
 

@@ -1,7 +1,7 @@
 """Choose the blocks of a shard file that a load needs, and the reads that fetch them.
 
 A block is the smallest unit that can be checked. Each block is read once, even if several cells
-need it. Adjacent blocks are read at once, up to a limit. A load of thousands of small tensors
+need it. Adjacent blocks are read together, up to a limit. A load of thousands of small tensors
 spends its time in Python, so adjacent small shards share one decision and one read
 (`SmallShardsRead`).
 """
@@ -264,7 +264,7 @@ SMALL_READ_NBYTES = 2 << 20
 MIN_SHARDS = 16
 
 # Work on small shards is all Python, and threads that take turns wait as long as they work. So a
-# thread gets this many reads of small shards at once. A larger number does not help reads from the
+# thread gets this many reads of small shards together. A larger number does not help reads from the
 # page cache, and slows reads from the disk.
 MAX_SMALL_READS = 16
 

@@ -94,7 +94,7 @@ def write_rank_files(
 ) -> tuple[FileReceipt, ...]:
     """Write a rank's files into an attempt folder; return the `Receipt.files`.
 
-    Up to `threads` threads write at once. Half as many, at most `MAX_PREPARING`, prepare the next
+    Up to `threads` threads write together. Half as many, at most `MAX_PREPARING`, prepare the next
     blocks. A single thread does both in turn. Reused `buffers` are faster than new memory. On
     return every file and its name are durable, and have the planned size. After an error incomplete
     files may remain: the caller abandons the attempt. ConflictError if the folder is gone or a file
