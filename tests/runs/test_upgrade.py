@@ -444,7 +444,7 @@ def test_what_cannot_be_upgraded_is_said_before_anything_changes() -> None:
     )
     assert other is not None
     refused(
-        CorruptError, "this root at the same time", **{".incarnations/2.json": _renumbered(other)}
+        CorruptError, "have used this root together", **{".incarnations/2.json": _renumbered(other)}
     )
     with pytest.raises(NotFoundError):
         upgrade(MemoryStorage(OLD), "/nowhere")

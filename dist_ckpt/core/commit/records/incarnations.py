@@ -187,8 +187,8 @@ def check_same_incarnation(root: str, old: IncarnationRecord, new: IncarnationRe
         name = incarnation_file(new.number)
         raise CorruptError(
             f"{root}: {OLD_INCARNATIONS}/{name} is of {old.by}, and {INCARNATIONS}/{name} of "
-            f"{new.by}: a job of dist_ckpt 0.1.0 and a newer one have used this root at the same "
-            f"time. End both, and remove the file of the one that shall not continue"
+            f"{new.by}: a job of dist_ckpt 0.1.0 and a newer one have used this root together. "
+            f"End both, and remove the file of the one that shall not continue"
         )
 
 
