@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
 from dataclasses import dataclass
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any, TypeGuard
 
 import torch
@@ -174,8 +174,7 @@ def find_lost_counters(
     optimizer: Optimizer, saved: Mapping[str, object], group: Mapping[str, object]
 ) -> str | None:
     """Return a text for saved values of a group that are no options of the class; None if none."""
-    classes = [type(each) for each in with_inner_optimizers(optimizer)]
-    options = {name for cls in classes for name in signature(cls.__init__).parameters}
+    options = _arguments(optimizer)
     names = [
         key
         for key, value in saved.items()
@@ -184,10 +183,31 @@ def find_lost_counters(
     ]
     if not names:
         return None
+    name = type([*with_inner_optimizers(optimizer)][-1]).__name__
     return (
-        f"{', '.join(names)}, which {classes[-1].__name__} keeps there as its state: exclude the "
+        f"{', '.join(names)}, which {name} keeps there as its state: exclude the "
         "options that you want to keep by their names, such as '*.param_groups.*.lr'"
     )
+
+
+def may_be_option(optimizer: Optimizer, key: str) -> bool:
+    """Return False for what a class keeps in a group as its state, such as `train_mode`.
+
+    An option is an argument of the class. A class that takes any arguments may have any option.
+    """
+    parameters = _arguments(optimizer)
+    return key in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _arguments(optimizer: Optimizer) -> dict[str, Parameter]:
+    """Return the arguments of the classes of an optimizer, and of those that it wraps."""
+    return {
+        name: parameter
+        for each in with_inner_optimizers(optimizer)
+        for cls in type(each).__mro__
+        if issubclass(cls, Optimizer)
+        for name, parameter in signature(cls.__init__).parameters.items()
+    }
 
 
 def check_reported(optimizer: Optimizer, fqn: str, listed: Container[int]) -> None:

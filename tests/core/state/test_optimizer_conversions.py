@@ -554,3 +554,42 @@ def test_a_parameter_that_was_tied_is_said_to_have_no_state() -> None:
     binding = load(checkpoint, make(tied=False))
     assert any("model.b.weight was tied to model.a.weight" in text for text in binding.assumed)
     assert not any("was tied" in text for text in load(checkpoint, make(tied=True)).assumed)
+
+
+class WithMode(torch.optim.SGD):
+    """Keeps a mode in its groups, as schedule-free optimizers do: no argument, but state."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        for group in (self.defaults, *self.param_groups):
+            group["train_mode"] = False
+
+    def train(self) -> None:
+        for group in self.param_groups:
+            group["train_mode"] = True
+
+
+class AnyOptions(Optimizer):
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, options)
+
+
+def test_a_mode_that_a_class_keeps_in_its_groups_may_be_off_in_the_checkpoint() -> None:
+    # Schedule-free optimizers are saved after `eval()`, and loaded also after `train()`.
+    model, live = make_model(WithMode), make_model(WithMode, 1)
+    saved, optimizer = WithMode(model.parameters()), WithMode(live.parameters())
+    optimizer.train()
+
+    load(save({"m": model, "o": saved}), {"m": live, "o": optimizer})
+
+    assert optimizer.param_groups[0]["train_mode"] is False
+    assert optimizer.state_dict() == saved.state_dict()
+
+
+def test_a_switch_of_a_class_that_takes_any_options_is_compared() -> None:
+    model = make_model(AnyOptions)
+    content = save({"m": model, "o": AnyOptions(model.parameters(), lr=0.1, has_ema=False)})
+    optimizer = AnyOptions(model.parameters(), lr=0.1, has_ema=True)
+
+    with pytest.raises(IncompatibleError, match="saved with has_ema=False"):
+        load(content, {"m": model, "o": optimizer})

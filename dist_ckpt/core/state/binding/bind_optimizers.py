@@ -44,6 +44,7 @@ from dist_ckpt.core.state.optimizer_state import (
     OptimizerState,
     convert_state,
     find_lost_counters,
+    may_be_option,
     reported_state,
 )
 from dist_ckpt.core.state.tensors.locate_tensor import is_meta
@@ -211,7 +212,12 @@ class _GroupBinding:
         # Only torch's options are foreign: a scheduler or the first step may add other keys.
         foreign = sorted(saved.keys() & _torch_options() - self.group.keys() - _STEP_VARIANTS)
         on = (key for key, value in live.items() if value is True and key not in _STEP_VARIANTS)
-        switched = [k for k in on if k in saved and (saved[k] is None or saved[k] is False)]
+        switched = [
+            key
+            for key in on
+            if key in saved and (saved[key] is None or saved[key] is False)
+            if may_be_option(self.optimizer, key)
+        ]
         if absent:
             self._report_strict(
                 f"saved with {', '.join(sorted(saved))}, but without {', '.join(absent)}, which "
