@@ -52,7 +52,7 @@ class _LayoutMeasure:
     numel: int
     num_replicas: int
     largest_replica: int
-    group: int  # equal for layouts with equal holders
+    holders_number: int  # equal for layouts with equal holders
 
 
 def balance(tensors: Sequence[TensorOwnership], world_size: int) -> dict[str, tuple[Layout, int]]:
@@ -75,7 +75,7 @@ def balance(tensors: Sequence[TensorOwnership], world_size: int) -> dict[str, tu
         elif len(tensor.layout.holders) == 1:
             single_cell.append(tensor)
         else:
-            by_group.setdefault(measure.group, []).append(tensor)
+            by_group.setdefault(measure.holders_number, []).append(tensor)
     loads = [0] * world_size
     _add_loads(loads, stored)
     for group in by_group.values():
@@ -101,8 +101,8 @@ def _measure_layouts(tensors: Iterable[TensorOwnership]) -> dict[int, _LayoutMea
                 n for n, ranks in zip(numels, layout.holders, strict=True) if len(ranks) > 1
             )
             largest, replicas = max(replicated, default=0), max(map(len, layout.holders))
-            group = groups.setdefault(layout.holders, len(groups))
-            measures[id(layout)] = _LayoutMeasure(sum(numels), replicas, largest, group)
+            number = groups.setdefault(layout.holders, len(groups))
+            measures[id(layout)] = _LayoutMeasure(sum(numels), replicas, largest, number)
     return measures
 
 
@@ -156,7 +156,7 @@ def _assign_to_least_loaded(
     sized = [(t.itemsize * measures[id(t.layout)].numel, t) for t in tensors]
     for nbytes, tensor in sorted(sized, key=lambda pair: (-pair[0], pair[1].fqn)):
         holders = tensor.layout.holders[0]
-        group = measures[id(tensor.layout)].group
+        group = measures[id(tensor.layout)].holders_number
         index, limit = filling.get(group, (0, -1))
         if loads[holders[index]] + nbytes > limit:
             if group not in heaps:
@@ -192,8 +192,8 @@ def _split_large(
         if nbytes <= SPLIT_NBYTES or num_parts == 1:
             continue
         # With more holders than parts, the next tensor continues with the next holder.
-        shift = shifts.get(measure.group, 0)
-        shifts[measure.group] = (shift + num_parts) % measure.num_replicas
+        shift = shifts.get(measure.holders_number, 0)
+        shifts[measure.holders_number] = (shift + num_parts) % measure.num_replicas
         key = id(tensor.layout), num_parts, shift
         if key not in layouts:
             layouts[key] = _split_layout(tensor.layout, num_parts, shift)
