@@ -78,7 +78,7 @@ def rates(optimizer: torch.optim.Optimizer, scheduler: MultiStepLR, steps: int) 
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("milestones", [[3, 5], [3, 8]])  # as saved, and in part
+@pytest.mark.parametrize("milestones", [[3, 5], [3, 8], [9]])  # as saved, in part, others
 def test_the_milestones_of_a_scheduler_come_back(
     way: Callable[[dict[str, Any], Path], Load], milestones: list[int], tmp_path: Path
 ) -> None:

@@ -427,3 +427,21 @@ def test_an_error_at_any_call_of_the_targets_storage_is_raised_on_all_ranks(rank
         if faulty.calls < number:
             break
     assert errors == [None] * ranks
+
+
+def test_versions_of_modules_that_differ_are_refused(tmp_path):
+    class Layer(torch.nn.Linear):
+        _version = 1
+
+    for step in (1, 2):
+        Layer._version = step
+        model = torch.nn.Sequential(Layer(2, 2), torch.nn.Linear(2, 2))
+        dc.save({"model": model}, tmp_path / f"{step}", step=step)
+    sources = [tmp_path / "1", tmp_path / "2"]
+    message = r"/1: model\.0 has version 1, in the newest 2"
+    with pytest.raises(CheckpointError, match=message):
+        dc.average(sources, to=tmp_path / "mean")
+    assert not (tmp_path / "mean").exists()
+    dc.average(sources, to=tmp_path / "mean", exclude="model.0.*")
+    dc.save({"model": model}, tmp_path / "1", step=1, overwrite=True)
+    dc.average(sources, to=tmp_path / "same")

@@ -11,7 +11,7 @@ each module that differs from these defaults:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import isfinite
 from typing import TypeGuard
 
@@ -128,15 +128,46 @@ def versions_of_names(
     return {model: listed for model, listed in versions.items() if model in above}
 
 
+def module_entries(
+    versions: Mapping[str, ListedVersions] | None, names: Iterable[str]
+) -> dict[tuple[str, str], Json]:
+    """Return the entry of each module that names are in, by its model and its path there."""
+    above = {"", *modules_above(names)}
+    entries: dict[tuple[str, str], Json] = {}
+    for model, listed in (versions or {}).items():
+        if model in above:
+            start = len(model) + 1 if model else 0
+            paths = {m[start:] for m in above if not model or m.startswith(f"{model}.")}
+            entries |= {(model, path): listed.get(path, 1) for path in {"", *paths}}
+    return entries
+
+
 def join_versions(
     live: Mapping[str, ListedVersions] | None,
     carried: Mapping[str, ListedVersions] | None,
-    names: Iterable[str],
+    live_names: Iterable[str],
+    carried_names: Collection[str],
 ) -> Mapping[str, ListedVersions] | None:
-    """Add the versions of carried models to those of a save. A module of the save has its own."""
-    if live is None or not (carried := versions_of_names(carried, names)):
+    """Add the versions of carried modules to those of a save.
+
+    Raises ValueError if a module has names of both, in two versions: it converts all or none.
+    """
+    if live is None or not (carried := versions_of_names(carried, carried_names)):
         return live
+    ours, theirs = module_entries(live, live_names), module_entries(carried, carried_names)
+    mixed = {key for key in ours.keys() & theirs.keys() if ours[key] != theirs[key]}
+    if mixed:
+        model, path = min(mixed)
+        raise ValueError(
+            f"carry_over: {model}{'.' * bool(model and path)}{path} has version "
+            f"{version_of_entry(ours[model, path])}, and version "
+            f"{version_of_entry(theirs[model, path])} in the loaded checkpoint. Load and save all "
+            f"of this module, or `exclude` its other names from the save"
+        )
     joined = {model: {**carried.get(model, {}), **listed} for model, listed in live.items()}
+    for model, path in theirs.keys() - ours.keys():
+        if model in joined:
+            joined[model][path] = theirs[model, path]
     return {**carried, **joined}
 
 

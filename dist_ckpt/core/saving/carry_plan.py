@@ -380,7 +380,7 @@ def _join_catalogs(
         per_rank={**live.per_rank, **per_rank},
         parameters={fqn: parameters[fqn] for fqn in tensors if fqn in parameters},
         fused=fused,
-        versions=join_versions(live.versions, source.versions, tensors),
+        versions=join_versions(live.versions, source.versions, live.names, names.all),
         replicas={**_select_rules(source, names), **live.replicas},
     )
 

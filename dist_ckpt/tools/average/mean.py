@@ -19,6 +19,7 @@ from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.index.index import Catalog
 from dist_ckpt.core.format.shard_file import StoredShard
+from dist_ckpt.core.planning.module_versions import module_entries, version_of_entry
 from dist_ckpt.core.planning.name_selection import Selection
 from dist_ckpt.core.planning.plan import FilePlan, TensorRequest
 from dist_ckpt.core.runtime.host_memory import BufferPool, allocate_scratch
@@ -144,12 +145,25 @@ def _find_differences(
         tied = other.aliases.get(alias, alias) == other.aliases.get(name, name)
         if name in chosen and alias in {*other.tensors, *other.aliases} and not tied:
             yield f"{alias} is not tied to {name}"
+    yield from _find_other_versions(newest, other, chosen)
     tied_to = {name: alias for alias, name in other.aliases.items()}
     for name in sorted(other_chosen):
         # The newest source may store a tied tensor under another of its names.
         if {name, newest.aliases.get(name), tied_to.get(name)}.isdisjoint(chosen):
             fact = "is not averaged" if name in newest.tensors else "does not exist"
             yield f"{name} {fact} in the newest"
+
+
+def _find_other_versions(newest: Catalog, other: Catalog, chosen: set[str]) -> Iterator[str]:
+    """Yield the modules of the tensors to average that another source has in another version."""
+    ours, theirs = (module_entries(catalog.versions, chosen) for catalog in (newest, other))
+    for key in sorted(ours.keys() & theirs.keys()):
+        if ours[key] != theirs[key]:
+            yield (
+                f"{'.'.join(filter(None, key))} has version {version_of_entry(theirs[key])}, in "
+                f"the newest {version_of_entry(ours[key])}: load it into the newer model and save "
+                f"it again"
+            )
 
 
 # The elements that are added at a time. So the sum of several checkpoints stays in the processor's

@@ -407,3 +407,35 @@ def test_a_rule_that_cuts_a_converted_tensor_is_an_error(tmp_path: Path) -> None
     with pytest.raises(dc.IncompatibleError, match="before it is sharded"):
         dc.load({"model": target}, tmp_path / "step", sharding=sharding)
     assert_equal(target, before)
+
+
+def body_and_head(cls: Model) -> Any:
+    return nn.ModuleDict({"body": cls(), "head": cls()})
+
+
+@pytest.mark.parametrize("how", ["include", "exclude"])
+def test_a_carried_module_is_converted_though_its_class_is_newer(how: str, tmp_path: Path) -> None:
+    old, new, last = body_and_head(First), body_and_head(Second), body_and_head(Second)
+    dc.save({"model": old}, tmp_path / "a")
+    options: dict[str, Any] = {"include": "model.body.*"}
+    report = dc.load({"model": new}, tmp_path / "a", **options)
+    if how == "exclude":  # the state has no head at all, but the names stay
+        del new["head"]
+        options = {}
+    dc.save({"model": new}, tmp_path / "b", carry_over=report, **options)
+    for checkpoint in ("a", "b"):
+        dc.load({"model": last}, tmp_path / checkpoint)
+        for layer in ("body", "head"):
+            assert torch.equal(last[layer].w, old[layer].w.t())
+            assert torch.equal(last[layer].offset, old[layer].offset)
+
+
+def test_parts_of_two_versions_of_one_module_are_refused(tmp_path: Path) -> None:
+    dc.save({"model": body_and_head(First)}, tmp_path / "a")
+    new = {"model": body_and_head(Second)}
+    report = dc.load(new, tmp_path / "a", include="model.*.offset")
+    message = r"carry_over: model\.body has version 2, and version 1 in the loaded checkpoint"
+    with pytest.raises(ValueError, match=message):
+        dc.save(new, tmp_path / "b", carry_over=report, include="model.*.offset")
+    assert not (tmp_path / "b" / "index.json").exists()
+    dc.save(new, tmp_path / "b")

@@ -18,8 +18,8 @@ _MAPPINGS = frozenset({Counter, OrderedDict, defaultdict})
 def match_keys(saved: Collection[object], live: Iterable[object]) -> dict[PathKey, PathKey]:
     """Return the key of the state for each saved text key that is the text of another key.
 
-    If all keys of the state are integers, and some saved ones are their texts, all saved texts of
-    integers are integers too.
+    If all keys of the state are integers, and all saved ones are texts of integers, such as other
+    milestones of a `MultiStepLR`, they are integers too.
     """
     live_keys = {*live}
     by_text = {str(key): key for key in live_keys if type(key) is not str}
@@ -31,7 +31,7 @@ def match_keys(saved: Collection[object], live: Iterable[object]) -> dict[PathKe
         if isinstance(key, str) and key in by_text and by_text[key] not in saved
         if key not in live_keys
     }
-    if matched and all(type(key) is int for key in live_keys) and all(map(is_integer_text, saved)):
+    if all(type(key) is int for key in live_keys) and all(map(is_integer_text, saved)):
         matched |= {str(key): int(str(key)) for key in saved}
     return matched
 
