@@ -123,6 +123,7 @@ def training_state(shapes: Mapping[str, Shape], place: StorageLocation) -> Inven
         name_lists=(NameList("optim.param_groups.0.params", parameters),),
         numpy=(),
         parameters=((0, len(model), True),),
+        versions=(("model", '{"": 1}'),),
     )
 
 

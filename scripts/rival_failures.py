@@ -119,7 +119,7 @@ def our_mixed_per_rank_state(folder: Path) -> str:
         dc.load(state, folder / "per_rank")
         return f"rank {rank} gets rng of {state['rng'].value}"
 
-    refused = run_ranks(folder, ranks)[0]
+    refused = textwrap.shorten(run_ranks(folder, ranks)[0], MAX_CHARS // 2)
     return f"save: {refused}; with dc.PerRank: {'; '.join(run_ranks(folder, per_rank))}"
 
 

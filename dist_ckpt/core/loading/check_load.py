@@ -32,6 +32,7 @@ from dist_ckpt.core.planning.name_selection import (
     SELECT_ALL,
     Selection,
     parse_cast,
+    parse_resize,
     parse_selection,
 )
 from dist_ckpt.core.planning.plan import ReadItem, TensorRequest
@@ -47,7 +48,6 @@ from dist_ckpt.core.state.binding.bind import (
     read_template,
 )
 from dist_ckpt.core.state.binding.matching.dequantizer import Casting
-from dist_ckpt.core.state.binding.matching.resizing import parse_resize
 from dist_ckpt.core.state.binding.sources.multi_source import SourceView, merge_sources
 from dist_ckpt.core.state.binding.sources.rename import parse_rename
 from dist_ckpt.core.state.binding.sources.saved_tree import (

@@ -14,8 +14,7 @@ from dist_ckpt.core.format.state_bytes import ATTEMPT, COMPONENT, LABEL, decode_
 from dist_ckpt.core.format.strict_json import corrupt_error
 from dist_ckpt.core.loading.load import load_together
 from dist_ckpt.core.loading.load_options import LoadOptions
-from dist_ckpt.core.planning.name_selection import Cast
-from dist_ckpt.core.state.binding.matching.resizing import Resize
+from dist_ckpt.core.planning.name_selection import Cast, Resize
 from dist_ckpt.core.state.binding.sources.rename import RenameRules
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import ReadableFile

@@ -55,7 +55,7 @@ from dist_ckpt.core.loading.shared_read.shared_read_group import (
     UnreachableRanks,
     gather_requests,
 )
-from dist_ckpt.core.planning.name_selection import SELECT_ALL, Cast
+from dist_ckpt.core.planning.name_selection import SELECT_ALL, Cast, Resize
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.public_names import refuse_old_parameters
@@ -63,7 +63,6 @@ from dist_ckpt.core.runtime.threads import parallel_for
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.shard_io.read.open_files import read_attached_file
 from dist_ckpt.core.shard_io.read.read_grouping import CellTargets, count_placed_nbytes
-from dist_ckpt.core.state.binding.matching.resizing import Resize
 from dist_ckpt.core.state.binding.sources.rename import RenameRules
 from dist_ckpt.core.state.tree.containers import MutableState
 from dist_ckpt.core.storage import Storage, open_storage

@@ -8,10 +8,16 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from dist_ckpt.core.format.index.model_description import check_description
-from dist_ckpt.core.planning.name_selection import Cast, Selection, parse_cast, parse_selection
+from dist_ckpt.core.planning.name_selection import (
+    Cast,
+    Resize,
+    Selection,
+    parse_cast,
+    parse_resize,
+    parse_selection,
+)
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.runtime.arguments import check_flag
-from dist_ckpt.core.state.binding.matching.resizing import Resize, parse_resize
 from dist_ckpt.core.state.binding.sources.rename import RenameRules, parse_rename
 from dist_ckpt.core.storage import open_storage
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import takewhile
@@ -179,3 +179,24 @@ def parse_patterns(value: str | Sequence[str], option: str) -> tuple[str, ...]:
         if not pattern:
             raise ValueError(f"{option} has an empty pattern: give a name or a pattern")
     return result
+
+
+# Patterns of names, and the number of rows that count: indices along the dimension that differs.
+Resize = Mapping[str, int]
+
+
+def parse_resize(value: object) -> dict[str, int]:
+    """Check `resize` of a load, and return its patterns. Raises TypeError or ValueError."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise TypeError(
+            f"resize={value!r}: map patterns of names to the number of rows that count, such as "
+            '{"*.embed.weight": 50000}'
+        )
+    for pattern, rows in value.items():
+        if type(pattern) is not str or type(rows) is not int:
+            raise TypeError(f"resize has {pattern!r}: {rows!r}: map patterns to whole numbers")
+        if not pattern or rows < 0:
+            raise ValueError(f"resize has {pattern!r}: {rows}: give a pattern, and at least 0 rows")
+    return dict(value)

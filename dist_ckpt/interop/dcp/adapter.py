@@ -40,6 +40,7 @@ from dist_ckpt.core.loading.load_options import LoadOptions, ReadOnce
 from dist_ckpt.core.planning.name_selection import (
     SELECT_ALL,
     Cast,
+    Resize,
     Selection,
     names_above,
     parse_selection,
@@ -49,7 +50,6 @@ from dist_ckpt.core.runtime.public_names import refuse_old_parameters
 from dist_ckpt.core.saving.rank_save import StateReader
 from dist_ckpt.core.saving.save import save_together
 from dist_ckpt.core.saving.save_options import SaveOptions
-from dist_ckpt.core.state.binding.matching.resizing import Resize
 from dist_ckpt.core.state.binding.sources.rename import Rename, RenameRules, parse_rename
 from dist_ckpt.core.state.tensors.plain_torch import make_torch_value
 from dist_ckpt.core.state.tree.containers import MutableState

@@ -10,10 +10,9 @@ import torch
 
 from dist_ckpt.core.format.geometry import Cell, Shape
 from dist_ckpt.core.format.index.index import TensorRecord
-from dist_ckpt.core.planning.name_selection import Selection
+from dist_ckpt.core.planning.name_selection import Resize, Selection
 from dist_ckpt.core.planning.weight_scales import ScaledWeight, WeightScales, is_one_byte
 from dist_ckpt.core.shard_io.memory.dequantize import multiply_by_scale
-from dist_ckpt.core.state.binding.matching.resizing import Resize
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree
 from dist_ckpt.core.state.binding.template import Template
 from dist_ckpt.message_text import listed

@@ -21,26 +21,6 @@ from dist_ckpt.core.state.binding.template import Template
 from dist_ckpt.core.state.tensors.locate_tensor import locate_for_load, tie_key
 from dist_ckpt.core.state.tree.state_tree import TensorLeaf, walk
 
-# Patterns of names, and the number of rows that count: indices along the dimension that differs.
-Resize = Mapping[str, int]
-
-
-def parse_resize(value: object) -> dict[str, int]:
-    """Check `resize` of a load, and return its patterns. Raises TypeError or ValueError."""
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise TypeError(
-            f"resize={value!r}: map patterns of names to the number of rows that count, such as "
-            '{"*.embed.weight": 50000}'
-        )
-    for pattern, rows in value.items():
-        if type(pattern) is not str or type(rows) is not int:
-            raise TypeError(f"resize has {pattern!r}: {rows!r}: map patterns to whole numbers")
-        if not pattern or rows < 0:
-            raise ValueError(f"resize has {pattern!r}: {rows}: give a pattern, and at least 0 rows")
-    return dict(value)
-
 
 @dataclass(frozen=True, slots=True)
 class Resized:
