@@ -81,6 +81,9 @@ FORMS: dict[str, tuple[str, tuple[int, ...], tuple[int, int]]] = {
     "modelopt": ("a.weight_scale", (3, 1, 2, 1), (128, 128)),
     "a second name": ("a.weight_scale_2", (), (ROWS, COLUMNS)),
     "tensorrt": ("a.weights_scaling_factor", (1,), (ROWS, COLUMNS)),
+    "mistral": ("a.qscale_weight", (), (ROWS, COLUMNS)),
+    "short": ("a.w_scale", (ROWS, 1), (1, COLUMNS)),
+    "cudnn": ("a.weight_descale", (), (ROWS, COLUMNS)),
 }
 
 
@@ -255,6 +258,7 @@ def test_the_files_state_the_sizes_of_blocks(tmp_path: Path, kind: str) -> None:
         ((ROWS, 3), None, "no quantization_config states"),  # 3 groups of 200
         ((ROWS, 2), None, "no quantization_config states"),  # 128 and 72, or 100 and 100
         ((COLUMNS,), None, "no quantization_config states"),  # 200 of 300 rows
+        ((3,), None, "no quantization_config states"),  # fused q, k and v of unequal sizes
         ((400, 1), None, r"its scale model\.a\.weight_scale \[400, 1\]"),
         ((2, 3, 2), None, r"its scale model\.a\.weight_scale \[2, 3, 2\]"),
     ],
@@ -556,6 +560,8 @@ def test_packed_weights_are_refused_by_name(tmp_path: Path, form: str) -> None:
         ({"a.weight_g_idx": torch.zeros(4, dtype=I32)}, "weight_g_idx next to its scale"),
         ({"a.weight_scale_2": torch.ones(())}, "has 2 scales: model.a.weight_scale, model"),
         ({"a.SCB": torch.ones(4)}, "bitsandbytes"),
+        ({"a.pre_quant_scale": torch.ones(4)}, "pre_quant_scale next to its scale"),
+        ({"a.smooth_scale": torch.ones(4)}, "smooth_scale next to its scale"),
     ],
 )
 def test_what_is_more_than_a_scale_is_refused(
@@ -565,6 +571,17 @@ def test_what_is_more_than_a_scale_is_refused(
     path = folder(tmp_path, tensors)
     with pytest.raises(IncompatibleError, match=message):
         dc.load({"model": {"a.weight": torch.zeros(4, 4)}}, path, dequantize=True, strict=False)
+
+
+@pytest.mark.parametrize("options", [{"cast": True}, {"dequantize": True}], ids=str)
+def test_a_scale_that_may_include_activations_is_not_applied(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    tensors = {"a.weight": codes(torch.int8, (4, 4)), "a.dequant_scale": factors(4, 1)}
+    path, live = folder(tmp_path, tensors), torch.full((4, 4), 7.0)
+    with pytest.raises(IncompatibleError, match=r"a\.dequant_scale"):
+        dc.load({"model": {"a.weight": live}}, path, strict=False, **options)
+    assert torch.equal(live, torch.full((4, 4), 7.0))
 
 
 def test_bytes_without_a_meaning_are_refused(tmp_path: Path) -> None:

@@ -29,11 +29,13 @@ _FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 _SCALE_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e8m0fnu", "float8_e4m3fn")
 
 # Words in names. A scale has a word of the first kind, and none of the second.
-_SCALE_WORDS = {"scale", "scales", "scaling", "scb", "absmax"}
+_SCALE_WORDS = {"scale", "scales", "qscale", "descale", "scaling", "scb", "absmax"}
 _OTHER_WORDS = {"input", "output", "act", "activation", "activations", "prequant", "kv"} | {*"qkv"}
 _NEUTRAL_WORDS = {"inv", "global", "2", "factor", "quantizer", "quant", "block", "fp8", "e8m0"}
 _DATA_WORDS = {"data", "qdata", "blocks", "packed"}
 _FURTHER_WORDS = {"zero", "zeros", "zp", "idx"}
+_SMOOTHING_WORDS = {"pre", "prequant", "smooth"}  # such a scale was divided out of the weight
+_UNCLEAR_WORDS = {"dequant"}  # of SmoothQuant: it may include the scale of activations
 _WEIGHT_WORDS = {"weight", "w", "kernel"}
 
 _PACKED = {
@@ -116,9 +118,11 @@ class WeightScales:
             return f"{fqn} has {len(scales)} scales: {listed(scales)}"
         dtype = self._tensors[fqn].dtype
         for scale in scales:
-            others = (n for n, text in self._beside(fqn) if _words(text) & _FURTHER_WORDS)
+            others = (n for n, text in self._beside(fqn) if _is_further(_words(text)))
             if (other := next(others, None)) is not None:
                 return f"{fqn} has {other} next to its scale"
+            if _words(_leaf(scale)) & _UNCLEAR_WORDS:
+                return f"{fqn} has a scale that may include that of activations, {scale}"
             of_scale = self._tensors[scale].dtype
             is_e8m0 = of_scale == "uint8" and dtype in _FLOAT8
             if dtype not in (*_FLOAT8, "int8") or not (of_scale in _SCALE_DTYPES or is_e8m0):
@@ -194,9 +198,16 @@ def _is_scale(text: str, leaf: str) -> bool:
     words, weight = _words(text), _words(leaf) - _DATA_WORDS
     if not words & _SCALE_WORDS or (words - weight) & _OTHER_WORDS:
         return False
-    if words - weight - _SCALE_WORDS - _NEUTRAL_WORDS:
+    is_weight = weight <= _WEIGHT_WORDS
+    aliases = _WEIGHT_WORDS if is_weight else set()
+    if words - weight - _SCALE_WORDS - _NEUTRAL_WORDS - _UNCLEAR_WORDS - aliases:
         return False  # it is the scale of another tensor
-    return weight <= words or weight <= _WEIGHT_WORDS
+    return is_weight or weight <= words
+
+
+def _is_further(words: set[str]) -> bool:
+    """Return True for the name of a tensor without which a scale alone gives wrong values."""
+    return bool(words & _FURTHER_WORDS or (words & _SMOOTHING_WORDS and words & _SCALE_WORDS))
 
 
 # --- blocks ------------------------------------------------------------------------------------
@@ -235,7 +246,9 @@ def _find_blocks(shape: Shape, scale: Shape, stated: Sequence[Shape]) -> Shape:
         simple[dim] == 1 for dim in range(len(shape)) if dim not in cut
     )
     sizes = {dim: _guess(shape[dim], scale[dim], is_group=is_group) for dim in cut}
-    if any(size is None for size in sizes.values()):
+    # One factor for several rows, but all columns: parts of any size that were fused, such as qkv.
+    may_be_fused = not is_group and max(simple) > DEFAULT_BLOCK
+    if may_be_fused or any(size is None for size in sizes.values()):
         raise ValueError(f"{list(scale)}, and no quantization_config states the size of its blocks")
     return tuple(sizes.get(dim) or size for dim, size in enumerate(simple))
 
