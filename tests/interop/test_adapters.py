@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ NAMES = {
     f"{TOP}.q.lora_magnitude_vector.default.weight": f"{TOP}.q.lora_magnitude_vector",
     f"{TOP}.emb.lora_embedding_A.default": f"{TOP}.emb.lora_embedding_A",
     f"{TOP}.k.ia3_l.default": f"{TOP}.k.ia3_l",
+    f"{TOP}.norm.ln_tuning_layers.default.weight": f"{TOP}.norm.ln_tuning_layers.weight",
+    f"{TOP}.emb.trainable_tokens_delta.default": f"{TOP}.emb.trainable_tokens_delta",
     f"{TOP}.score.modules_to_save.default.weight": f"{TOP}.score.weight",
     "prompt_encoder.default.embedding.weight": "prompt_embeddings",
 }
@@ -32,6 +35,8 @@ OTHERS = [
     f"{TOP}.q.base_layer.weight",
     f"{TOP}.q.lora_A.other.weight",
     f"{TOP}.emb.base_layer.weight",
+    f"{TOP}.emb.trainable_tokens_original.default",
+    f"{TOP}.q.ranknum.default",
     f"{TOP}.emb.lora_embedding_A.other",
     f"{TOP}.score.original_module.weight",
     f"{TOP}.score.modules_to_save.other.weight",
@@ -136,3 +141,20 @@ def test_an_8_bit_weight_with_a_scale_is_not_converted_by_an_export(tmp_path: Pa
     hf.export_folder(tmp_path / "a", tmp_path / "out")
     dc.save({"model": {"a.weight": weight}}, tmp_path / "b")
     hf.export_folder(tmp_path / "b", tmp_path / "plain", dtype="bf16")
+
+
+@pytest.mark.parametrize(
+    "unknown",
+    [
+        f"{TOP}.q.vblora_logits_A.default",
+        f"{TOP}.q.vera_A.default",  # peft writes it once, as base_model.vera_A
+        f"{TOP}.q.newtuner.default.weight",
+        "prompt_encoder.default.mlp_head.0.weight",
+    ],
+)
+def test_an_export_without_a_tensor_of_the_adapter_is_refused(tmp_path: Path, unknown: str) -> None:
+    dc.save({"model": {**live(1), unknown: torch.ones(2)}}, tmp_path / "a")
+    with pytest.raises(ValueError, match=rf"{re.escape(unknown)} has no known name"):
+        hf.export_folder(tmp_path / "a", tmp_path / "out", adapter="default")
+    assert not (tmp_path / "out").exists()
+    hf.export_folder(tmp_path / "a", tmp_path / "other", adapter="other")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.format import strict_json
@@ -30,7 +30,14 @@ _CONFIG = "adapter_config.json"
 _MAX_CONFIG_NBYTES = 4 << 20
 
 # Parts of the names of layers of an adapter.
-_LAYER = re.compile(r"(lora|ia3|oft|hada|vera|lokr|boft|fourierft|hra|bone|shira|randlora)_\w+")
+_LAYER = re.compile(
+    r"(lora|ia3|oft|hada|vera|lokr|boft|fourierft|hra|bone|shira|randlora|ln_tuning)_\w+"
+    r"|trainable_tokens_delta"
+)
+# Projections that all layers share: peft writes them once, under a name of the whole model.
+_SHARED = {"vera_A", "vera_B", "randlora_A", "randlora_B"}
+# What a live layer has for an adapter and peft does not write.
+_NOT_WRITTEN = {"ranknum", "trainable_tokens_original"}
 
 # A parameter whose name in the file has no "weight", and the name of a prompt in the file.
 _MAGNITUDE = "lora_magnitude_vector"
@@ -113,7 +120,33 @@ def select_adapter(names: Sequence[str], prefix: str, adapter: str | None) -> Se
                 "the command line --adapter default), or save the model after merge_and_unload()"
             )
         return names
+    unknown = _find_unknown([name.removeprefix(prefix) for name in names], adapter)
+    if unknown is not None:
+        raise ValueError(
+            f"adapter={adapter!r}: {unknown} has no known name in the files of peft. Load the "
+            "model and call its save_pretrained"
+        )
     found = [name for name in names if file_name(name.removeprefix(prefix), adapter) is not None]
     if not found:
         raise ValueError(f"adapter={adapter!r}: no name is that of a layer of it: correct the name")
     return found
+
+
+def _find_unknown(names: Sequence[str], adapter: str) -> str | None:
+    """Return a name of the adapter, by the layer that has it, for which `file_name` has no rule."""
+    layers = {"prompt_encoder", *_wrapped_layers(names)}
+    for name in names:
+        parts = name.split(".")
+        is_known = file_name(name, adapter) is not None and not _SHARED & {*parts}
+        if adapter not in parts or is_known:
+            continue
+        number = parts.index(adapter)
+        owners = {".".join(parts[:number]), ".".join(parts[: number - 1])}
+        if owners & layers and not _NOT_WRITTEN & {*parts}:
+            return name
+    return None
+
+
+def _wrapped_layers(names: Sequence[str]) -> Iterator[str]:
+    for name in names:
+        yield from (name[: match.start()] for match in re.finditer(r"\.base_layer\.", name))
