@@ -16,6 +16,7 @@ import dist_ckpt as dc
 from dist_ckpt.interop import imports
 from dist_ckpt.interop.dcp import StorageReader, StorageWriter, export_folder
 from dist_ckpt.interop.dcp import load as load_folder
+from in_memory import Stateful
 
 pytestmark = [
     # It says so on each call that there is one process.
@@ -49,17 +50,6 @@ def by_export(state: dict[str, Any], path: Path) -> Load:
 
 
 WAYS = [by_adapter, by_folder, by_import, by_export]
-
-
-class Stateful:
-    def __init__(self, state: Any) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 def training(milestones: list[int]) -> tuple[torch.optim.Optimizer, MultiStepLR]:

@@ -6,7 +6,7 @@ the preconditioners of Shampoo and SOAP. A part of these means nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,37 +20,8 @@ from dist_ckpt.core.state.named_optimizers import ParameterName
 from dist_ckpt.core.state.optimizer_state import STATE, OptimizerState
 from dist_ckpt.core.state.sharding_rules import ShardingRules
 from dist_ckpt.core.state.tree.containers import child_name
+from dist_ckpt.core.state.tree.elementwise_keys import KNOWN_KEYS, elementwise_keys, is_square
 from dist_ckpt.core.state.tree.state_tree import Branch, TensorLeaf, children_of, walk
-
-# The keys of torch's optimizers and of well-known others.
-KNOWN_KEYS = frozenset(
-    {
-        *("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer"),
-        *("square_avg", "grad_avg", "acc_delta", "sum", "ax", "prev", "step_size", "variance"),
-        *("momentum", "velocity", "hessian", "exp_hessian", "exp_avg_diff", "neg_pre_grad"),
-        *("exp_avg_slow", "exp_avg_fast", "z", "s", "p0", "slow_buffer", "cached_params"),
-        *("master_param", "master_params", "fp32_param", "ema", "m", "v", "u"),
-    }
-)
-
-
-def is_square(shape: Shape) -> bool:
-    """Return True for a shape that a preconditioner of the parameter has too."""
-    return len(shape) == 2 and shape[0] == shape[1]
-
-
-def elementwise_keys(shapes: Iterable[tuple[str, Shape, Shape]]) -> dict[str, bool]:
-    """Return for each key of the state if it is elementwise; without the keys that may be both.
-
-    `shapes` are the key, the shape of the parameter, and the shape of a tensor under this key.
-    """
-    outcomes: dict[str, bool] = {}
-    for key, parameter, shape in shapes:
-        if shape and shape != parameter:
-            outcomes[key] = False
-        elif shape and not is_square(shape):
-            outcomes.setdefault(key, True)
-    return {**outcomes, **dict.fromkeys(KNOWN_KEYS, True)}
 
 
 def find_uncut(

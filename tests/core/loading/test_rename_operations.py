@@ -497,14 +497,21 @@ def test_state_that_only_looks_like_its_square_parameter_is_refused(path: Path) 
     model = plain("a", "b", shape=(3, 3))
     optimizer = torch.optim.Adam(model.parameters())
     stepped(model, optimizer)
-    for parameter in model.parameters():
+    for number, parameter in enumerate(model.parameters()):
         optimizer.state[parameter]["preconditioner"] = torch.eye(3)
+        optimizer.state[parameter]["exp_avg_slow"] = torch.full((3, 3), float(number))
     dc.save({"model": model, "optim": optimizer}, path)
     rule = {("model.a", "model.b"): [dc.Concatenate(), "model.ab"]}
     live = plain("ab", shape=(6, 3))
     state = {"model": live, "optim": torch.optim.Adam(live.parameters())}
     with pytest.raises(dc.IncompatibleError, match="preconditioner' has shape"):
         dc.load(state, path, rename=rule)
+    for parameter in model.parameters():
+        del optimizer.state[parameter]["preconditioner"]
+    dc.save({"model": model, "optim": optimizer}, path, overwrite=True)
+    dc.load(state, path, rename=rule)
+    expected = torch.arange(2.0).repeat_interleave(3)[:, None].expand(6, 3)
+    assert torch.equal(state["optim"].state[live.ab]["exp_avg_slow"], expected)  # a known key
 
 
 def test_an_optimizer_that_is_renamed_takes_its_state_along(path: Path) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 import dist_ckpt as dc
 from dist_ckpt.testing.memory_storage import MemoryStorage
+from in_memory import Stateful
 from ranks import load_on_threads, save_on_threads, shared_storage, try_save_on_threads
 
 
@@ -137,13 +138,6 @@ def test_a_tied_tensor_is_stored_under_the_name_that_is_left(path: Path) -> None
     assert names(path) == {"b"}
 
 
-class Stateful:
-    def state_dict(self) -> dict[str, Any]:
-        return {"n": 1, "m": torch.ones(1)}
-
-    def load_state_dict(self, state: Any) -> None: ...
-
-
 WRONG: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]] = {
     "a name that is not there": (
         training,
@@ -153,7 +147,7 @@ WRONG: dict[str, tuple[Callable[[], Any], dict[str, Any], type[Exception], str]]
     ),
     "one of several": (training, {"include": ["model", "ema"]}, ValueError, "include: 'ema' match"),
     "a part of an object": (
-        *(lambda: {"x": Stateful()}, {"exclude": "x.m"}, ValueError),
+        *(lambda: {"x": Stateful({"n": 1, "m": torch.ones(1)})}, {"exclude": "x.m"}, ValueError),
         "'x.m' matches no name",
     ),
     "an item of a list": (

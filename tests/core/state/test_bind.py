@@ -25,7 +25,7 @@ from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.state.binding.bind import build_saved_tree, read_template, unexpected_problem
 from dist_ckpt.core.state.wrappers import RNG, FlatShard, LocalShard, PerRank
 from dist_ckpt.errors import CheckpointError, CorruptError, IncompatibleError
-from in_memory import load, save
+from in_memory import Stateful, load, save
 
 
 @pytest.fixture
@@ -38,18 +38,6 @@ def mesh() -> Iterator[Any]:
 def refuses(state: Any, saved: Any, message: str, **options: Any) -> None:
     with pytest.raises(IncompatibleError, match=message):
         load(saved, state, **options)
-
-
-class Stateful:
-    def __init__(self, state: Any) -> None:
-        self.state = state
-        self.loaded: Any = None
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.loaded = state
 
 
 # --- mappings --------------------------------------------------------------------------------

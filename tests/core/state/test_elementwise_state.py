@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dist_ckpt as dc
-from dist_ckpt.core.state.elementwise_state import elementwise_keys
+from dist_ckpt.core.state.tree.elementwise_keys import elementwise_keys
 from dist_ckpt.errors import IncompatibleError
 from in_memory import InMemory, save
 

@@ -21,6 +21,7 @@ from dist_ckpt.core.planning import tensor_views
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
 from dist_ckpt.core.state.inventory_builder import LocalState, build_inventory
 from dist_ckpt.core.state.wrappers import RNG, LocalShard, Named, PerRank
+from in_memory import Stateful
 
 
 def taken(state: Any, **options: Any) -> LocalState:
@@ -37,19 +38,6 @@ def mesh() -> Iterator[Any]:
     dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
     yield init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     dist.destroy_process_group()
-
-
-class Stateful:
-    def __init__(self, state: Any) -> None:
-        self.state = state
-        self.calls = 0
-
-    def state_dict(self) -> Any:
-        self.calls += 1
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.state = state
 
 
 def test_tensors_are_entries_and_everything_else_the_largest_values_without_tensors() -> None:

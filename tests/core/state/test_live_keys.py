@@ -11,19 +11,7 @@ from torch import nn
 
 from dist_ckpt.core.state.tree.live_keys import is_integer_text, match_keys, with_live_class
 from dist_ckpt.errors import IncompatibleError
-from in_memory import load, save
-
-
-class Stateful:
-    def __init__(self, state: Any) -> None:
-        self.state = state
-        self.loaded: Any = None
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state: Any) -> None:
-        self.loaded = state
+from in_memory import Stateful, load, save
 
 
 @pytest.mark.parametrize(

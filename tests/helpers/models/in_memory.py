@@ -24,6 +24,22 @@ from dist_ckpt.core.state.tensors.plain_torch import make_torch_value
 from dist_ckpt.errors import IncompatibleError
 
 
+class Stateful:
+    """An object of one state. It counts the calls of `state_dict`, and keeps what it has loaded."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+        self.loaded: Any = None
+        self.calls = 0
+
+    def state_dict(self) -> Any:
+        self.calls += 1
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = self.loaded = state
+
+
 class InMemory:
     """A checkpoint whose bytes are copies of what each rank held."""
 

@@ -30,7 +30,7 @@ from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.state.binding.bind_context import BindContext
 from dist_ckpt.core.state.binding.new_subclasses import subclass_types
 from dist_ckpt.core.state.binding.values import FixedValue, NewContainer, Value
-from dist_ckpt.core.state.elementwise_state import PlacementHint, elementwise_keys
+from dist_ckpt.core.state.elementwise_state import PlacementHint
 from dist_ckpt.core.state.fsdp1.fsdp1_optimizers import FlatOptimizer
 from dist_ckpt.core.state.named_optimizers import (
     LOCAL_KEYS,
@@ -49,6 +49,7 @@ from dist_ckpt.core.state.optimizer_state import (
 )
 from dist_ckpt.core.state.tensors.locate_tensor import is_meta
 from dist_ckpt.core.state.tree.containers import PathKey, child_name, container_entries, is_mapping
+from dist_ckpt.core.state.tree.elementwise_keys import elementwise_keys
 from dist_ckpt.core.state.tree.state_tree import (
     OptimizerLeaf,
     PlainLeaf,

@@ -30,18 +30,10 @@ from dist_ckpt.core.planning.tensor_operations import (
 )
 from dist_ckpt.core.state.binding.sources.name_patterns import NamePattern, NameTemplate, is_star
 from dist_ckpt.core.state.tree.containers import RECORD, child_name
+from dist_ckpt.core.state.tree.elementwise_keys import elementwise_keys
 
 # The text of each wildcard of a rule, in the order of their names.
 _Values = tuple[tuple[str, str], ...]
-
-# Optimizer state that has an element for each element of its parameter, in any optimizer. Another
-# name must have the shape of every parameter that has it, and one of these must not be square.
-_ELEMENTWISE = frozenset(
-    {
-        *("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg"),
-        *("acc_delta", "sum", "ax", "exp_inf", "prev", "step_size", "hessian", "s", "p0", "z"),
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -408,13 +400,15 @@ class _StateNames:
         for state, keys in entries.items():
             stem, parameter = saved.states[state]
             for key in keys:
-                pair = _shape(catalog, _join(state, key)), _shape(catalog, parameter)
+                pair = _shape(catalog, parameter), _shape(catalog, _join(state, key))
                 shapes.setdefault((stem, key), []).append(pair)
 
         def is_elementwise(stem: str, key: str) -> bool:
             pairs = shapes[stem, key]
-            is_known = key in _ELEMENTWISE or any(len({*own}) > 1 for _, own in pairs if own)
-            return key != "step" and is_known and all(shape == own for shape, own in pairs)
+            if key == "step" or any(own is None or own != shape for own, shape in pairs):
+                return False
+            known = elementwise_keys((key, own, shape) for own, shape in pairs if own and shape)
+            return known.get(key, False)
 
         return _StateNames(catalog, saved, stems, entries, is_elementwise)
 
