@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import dist_ckpt as dc
-from dist_ckpt.errors import IncompatibleError
+from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.interop import hf
 from dist_ckpt.interop.hf.adapters import file_name, live_name
 
@@ -58,17 +58,18 @@ def test_a_name_in_the_model_and_in_the_file_lead_to_each_other() -> None:
     assert live_name(f"{TOP}.emb.weight", "default", ("score",)) == f"{TOP}.emb.weight"
 
 
+def write_config(folder: Path, method: str = "LORA") -> None:
+    config = {"peft_type": method, "modules_to_save": ["score"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
 @pytest.mark.parametrize("component", ["model", "net"])
-@pytest.mark.parametrize("has_config", [True, False])
-def test_a_folder_of_an_adapter_fills_it_in_a_live_model(
-    tmp_path: Path, component: str, has_config: bool
-) -> None:
+def test_a_folder_of_an_adapter_fills_it_in_a_live_model(tmp_path: Path, component: str) -> None:
     saved, model = live(0), live(1)
     before = {name: tensor.clone() for name, tensor in model.items()}
     content = {in_file: saved[name] for name, in_file in NAMES.items()}
     save_file(content, tmp_path / "adapter_model.safetensors")
-    if has_config:
-        (tmp_path / "adapter_config.json").write_text(json.dumps({"modules_to_save": ["score"]}))
+    write_config(tmp_path)
     rename = hf.adapter_rename(tmp_path, component=component)
     report = dc.load({component: model}, tmp_path, rename=rename, strict=False)
     assert {*report.restored} == {f"{component}.{name}" for name in NAMES}
@@ -90,11 +91,35 @@ def test_an_export_of_an_adapter_is_the_file_of_peft(
     for name, in_file in NAMES.items():
         assert torch.equal(found[in_file], model[name])
     other = live(1)
+    write_config(tmp_path / "out")
     rename = hf.adapter_rename(tmp_path / "out")
     dc.load({"model": other}, tmp_path / "out", rename=rename, strict=False)
     assert all(torch.equal(other[name], model[name]) for name in NAMES)
     with pytest.raises(ValueError, match="adapter='else': no name is that of a layer of it"):
         hf.export_folder(tmp_path / "a", tmp_path / "else", adapter="else")
+
+
+def test_an_adapter_whose_names_would_be_guessed_is_refused(tmp_path: Path) -> None:
+    save_file({f"{TOP}.q.vblora_logits_A": torch.ones(2)}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(NotFoundError, match=r"adapter_config\.json"):
+        hf.adapter_rename(tmp_path)
+    write_config(tmp_path, "VBLORA")
+    with pytest.raises(IncompatibleError, match=r"method 'VBLORA'.*load_adapter\(folder"):
+        hf.adapter_rename(tmp_path)
+
+
+def test_an_export_of_an_adapter_lacks_no_trained_bias(tmp_path: Path) -> None:
+    model = torch.nn.ModuleDict({"q": torch.nn.Linear(2, 2), "norm": torch.nn.LayerNorm(2)})
+    for name in ("default", "other"):
+        layers = torch.nn.ModuleDict({name: torch.nn.Linear(2, 1, bias=False)})
+        model["q"].register_module(f"lora_{'A' if name == 'default' else 'B'}", layers)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name or name == "norm.bias")
+    dc.save({"model": model}, tmp_path / "a")
+    with pytest.raises(ValueError, match=r"model\.norm\.bias has no known name"):
+        hf.export_folder(tmp_path / "a", tmp_path / "out", adapter="default")
+    hf.export_folder(tmp_path / "a", tmp_path / "out", adapter="default", exclude="*.bias")
+    assert [*load_file(tmp_path / "out" / "adapter_model.safetensors")] == ["q.lora_A.weight"]
 
 
 def test_a_live_model_of_peft_is_exported_with_a_warning(

@@ -37,7 +37,7 @@ from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, StorageError
 from dist_ckpt.interop.hf import read
-from dist_ckpt.interop.hf.adapters import ADAPTER_FILE, file_name, select_adapter
+from dist_ckpt.interop.hf.adapters import ADAPTER_FILE, file_name, select_adapter, warn_of_adapters
 from dist_ckpt.interop.hf.read import MAX_HEADER_NBYTES
 from dist_ckpt.interop.readers.virtual_checkpoint import MODEL
 from dist_ckpt.interop.registry import SAFETENSORS
@@ -473,7 +473,11 @@ def select_tensors(
         )
     if texts := selection.pattern_problems(chain(*tables)):
         raise ValueError(listed(texts, "; "))
-    names = select_adapter([name for name in below if name in selection], prefix, adapter)
+    names = [name for name in below if name in selection]
+    if adapter is None:
+        warn_of_adapters(names)
+    else:
+        names = select_adapter(catalog, names, prefix, adapter)
     problems, scales = [*_value_problems(catalog, names)], WeightScales(catalog.tensors)
     tensors: dict[str, ExportedTensor] = {}
     for name in names:

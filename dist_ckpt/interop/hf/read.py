@@ -146,7 +146,8 @@ def read_weight_index(storage: Storage, path: str) -> ForeignState:
     if missing := sorted(names.keys() - {tensor.fqn for tensor in tensors}):
         text, rest = names_around_remedy(missing)
         raise CorruptError(
-            f"{path} names tensors that their files lack: {text}; fetch the files again{rest}"
+            f"{path} names tensors that their files lack: {text}; fetch the files again. If DCP "
+            f"has written them on several ranks, save again with save_distributed=True{rest}"
         )
     if (part := _find_part(tensors)) is not None:
         raise IncompatibleError(
