@@ -172,21 +172,21 @@ def test_the_files_of_a_bin_index_are_imported_as_one_model(
         write(tmp_path / "m", name.removesuffix(".bin"), part, ".bin")
     torch.save({"lr": 1}, tmp_path / "m" / "training_args.bin")
     index = f"pytorch_model.bin.index{variant}.json"
-    paths = [tmp_path / "m"] if not variant else []
+    paths = [tmp_path / "m"]
     if has_index:
         write_index(tmp_path / "m", index, files)
         paths.append(tmp_path / "m" / index)
     for number, path in enumerate(paths):
         with pytest.raises(IncompatibleError, match="import --from torch"):
             dc.load({}, path)
+        assert imports.detect_format(path) == "torch"
         imports.from_torch(path, tmp_path / f"{number}")
         same(loaded(tmp_path / f"{number}"), tensors())
         imports.from_torch(path, tmp_path / f"{number}b", include="model.w")
         assert [*loaded(tmp_path / f"{number}b")] == ["w"]
-    if paths:
-        (tmp_path / "m" / [*files][1]).unlink()
-        with pytest.raises(NotFoundError):
-            imports.from_torch(paths[0], tmp_path / "ours")
+    (tmp_path / "m" / [*files][1]).unlink()
+    with pytest.raises(NotFoundError):
+        imports.from_torch(paths[0], tmp_path / "ours")
 
 
 def test_a_bin_file_that_lacks_a_name_of_its_index_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from dist_ckpt.core.storage import Storage
-from dist_ckpt.errors import IncompatibleError
+from dist_ckpt.errors import CheckpointError, IncompatibleError
 from dist_ckpt.interop.dcp import read as dcp_files
 from dist_ckpt.interop.readers.nested_state import ImportFilter, NestedState, Path, numbered_name
 from dist_ckpt.interop.readers.virtual_checkpoint import ForeignState
@@ -51,7 +51,7 @@ def read(storage: Storage, path: str, import_filter: ImportFilter) -> ForeignSta
 
 def detect_format(storage: Storage, path: str) -> str:
     """Return "lightning" for a file of torch.save that Lightning has saved, else "torch"."""
-    with suppress(IncompatibleError), open_archive(storage, path) as archive:
+    with suppress(CheckpointError), open_archive(storage, path) as archive:
         if VERSION in read_dict(archive):
             return "lightning"
     return "torch"

@@ -64,7 +64,7 @@ def find_model(names: Iterable[str], suffix: str, folder: str) -> ModelFiles | N
     """
     models = {model.name: model for model in _list_models(names, suffix)}
     if suffix != ".safetensors":  # anything may be in a .bin
-        models = {name: model for name, model in models.items() if name in _KNOWN_NAMES}
+        models = {n: model for n, model in models.items() if n.partition(".")[0] in _KNOWN_NAMES}
     if len(models) > 1 and not models.keys() & {*_KNOWN_NAMES}:
         paths = listed([f"{folder}/{model.path}" for model in models.values()])
         raise IncompatibleError(
