@@ -19,9 +19,10 @@ from math import prod
 from pathlib import Path
 
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import Shape
-from dist_ckpt.core.format.index.index import Catalog, Node
+from dist_ckpt.core.format.geometry import Cell, Shape
+from dist_ckpt.core.format.index.index import JOINED, Catalog, Node
 from dist_ckpt.core.format.index.tensor_ranges import parameter_ranges
+from dist_ckpt.core.planning.name_selection import excluded_names
 from dist_ckpt.core.planning.plan import Inventory, SavePlan, TensorEntry
 from dist_ckpt.core.planning.save.balance import assign_evenly
 from dist_ckpt.core.planning.save.save_planner import check_num_tensors, plan_save
@@ -42,6 +43,7 @@ from dist_ckpt.core.planning.tensor_views import (
     Whole,
     chunked_view,
 )
+from dist_ckpt.message_text import names_around_remedy
 
 _KEYS = ("mesh", "rules", "default", "zero_stage", "flat", "shapes")
 
@@ -398,6 +400,36 @@ def plan_reshard(
     fused = {**catalog.fused, **plan.catalog.fused}
     described = replace(plan.catalog, per_rank=per_rank, fused=fused, versions=catalog.versions)
     return replace(plan, catalog=replace(described, replicas=catalog.replicas))
+
+
+def find_recut_problem(
+    config: ShardingConfig, uncut: Mapping[str, str], before: Catalog, after: Catalog
+) -> str | None:
+    """Return the error text for parts of single ranks (`JOINED`) that a reshard would cut anew."""
+    recut = [
+        fqn
+        for fqn, how in uncut.items()
+        if how == JOINED
+        and fqn in before.tensors
+        and fqn in after.tensors
+        and not config.names_state(fqn)
+        and _cells(before, fqn) != _cells(after, fqn)
+    ]
+    if not recut:
+        return None
+    pattern = f"*.{recut[0].rpartition('.')[2]}"
+    text, rest = names_around_remedy(recut)
+    return (
+        f"{text}: each part may have a meaning only on the rank that saved it, so it cannot be cut "
+        f"in another way. Leave it out ({excluded_names(pattern)}). If it has a value for each "
+        f"element, name it in a rule when you save: sharding=dc.ShardingConfig(mesh, "
+        f"{{{pattern!r}: {{axis: dim}}}}){rest}"
+    )
+
+
+def _cells(catalog: Catalog, fqn: str) -> set[Cell]:
+    layout = catalog.layouts[catalog.tensors[fqn].layout]
+    return {layout.cell(number) for number in range(layout.cut.num_cells)}
 
 
 def _is_partitioned(config: ShardingConfig, parameter: tuple[str, Shape] | None) -> bool:

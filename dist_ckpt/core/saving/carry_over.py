@@ -28,6 +28,7 @@ from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.planning.name_selection import Selection, parse_selection
 from dist_ckpt.core.planning.plan import FileReceipt, SavePlan
 from dist_ckpt.core.planning.save.save_planner import plan_rank_files
+from dist_ckpt.core.planning.sharding_config import ShardingConfig, find_recut_problem
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.host_memory import BufferPool
 from dist_ckpt.core.runtime.typed_msgpack import Message
@@ -212,6 +213,12 @@ class CarryOver:
                 _log.warning(text, self.source.path, listed(hidden))
             values = {fqn: source.value(fqn) for fqn in self.plan.names.values}
             main = objects_file.decode(objects[filenames.OBJECTS])
+            uncut, copied = source.objects().uncut, self.plan.copied
+            if uncut and copied is not None:
+                even = ShardingConfig.even(copied.catalog.world_size)
+                recut = find_recut_problem(even, uncut, self.source.index.catalog, copied.catalog)
+                if recut is not None:
+                    raise ValueError(f"carry_over: {recut}")
             both = merge_objects_files(main, source.objects(), self.plan.names, values)
             objects[filenames.OBJECTS] = objects_file.encode(both)
         keyed = {

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint, cut_into_boxes
 from dist_ckpt.core.checkpoint.renamed_checkpoint import rename_checkpoint
 from dist_ckpt.core.format.geometry import Region
+from dist_ckpt.core.format.index.index import JOINED
 from dist_ckpt.core.planning.name_selection import Selection, excluded_names, parse_selection
 from dist_ckpt.core.runtime.torch_private import DCP_VERSION, DcpStorageInfo
 from dist_ckpt.core.state.binding.sources.rename import RenameRules
@@ -31,7 +32,7 @@ from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import IncompatibleError, StorageError
 from dist_ckpt.interop.dcp.flat_state_dict import DcpKeys
 from dist_ckpt.interop.registry import DCP_METADATA
-from dist_ckpt.interop.torch_save.export import can_be_saved
+from dist_ckpt.interop.torch_save.export import JOINED_PARTS, can_be_saved
 from dist_ckpt.message_text import listed
 from dist_ckpt.reports import CopyProgress, Progress
 from dist_ckpt.tools.new_files import (
@@ -157,9 +158,13 @@ def _open_selected(
     entries, paths = metadata.state_dict_metadata, metadata.planner_data
     chosen_names = stored.select(selection)
     chosen = {key: entry for key, entry in entries.items() if names[key] in chosen_names}
+    uncut = opened.objects().uncut
     problems = [
         f"{name} {why}: leave it out ({excluded_names(name)})"
-        for name, why in _problems(stored, chosen, chosen_names, selection)
+        for name, why in (
+            *_problems(stored, chosen, chosen_names, selection),
+            *((n, JOINED_PARTS) for n in sorted(chosen_names) if uncut.get(n) == JOINED),
+        )
     ]
     if problems:
         raise IncompatibleError(

@@ -27,7 +27,7 @@ from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.checkpoint.renamed_checkpoint import rename_checkpoint
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import row_major_strides
-from dist_ckpt.core.format.index.index import TensorRecord
+from dist_ckpt.core.format.index.index import JOINED, TensorRecord
 from dist_ckpt.core.planning.name_selection import Selection, excluded_names, parse_selection
 from dist_ckpt.core.state.binding.sources.rename import RenameRules
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, build_saved_tree
@@ -377,12 +377,18 @@ class _StateWalk:
     def _build_tensor(self, name: str, fqn: str, record: TensorRecord) -> _PickledTensor:
         if not can_be_saved(record.dtype):
             self._refuse(name, f"is {record.dtype}, which torch.save does not support")
+        if self._saved.uncut.get(name) == JOINED:
+            self._refuse(name, JOINED_PARTS)
         path, dtype = f"{_DATA_FOLDER}{len(self.tensors)}", record.dtype
         new = ExportedTensor(path, fqn, dtype, dtype, record.shape)
         return _PickledTensor(self.tensors.setdefault(fqn, new))
 
     def _refuse(self, name: str, why: str) -> None:
         self.problems.append(f"{name} {why}: leave it out ({excluded_names(name)})")
+
+
+# Why state of an optimizer cannot become one tensor: see `ObjectsFile.uncut`.
+JOINED_PARTS = "has parts that may have a meaning only on the ranks that saved them"
 
 
 @cache

@@ -33,7 +33,7 @@ from dist_ckpt.core.planning.name_selection import (
 )
 from dist_ckpt.core.planning.plan import Receipt
 from dist_ckpt.core.planning.save.save_planner import plan_all_files, stored_nbytes
-from dist_ckpt.core.planning.sharding_config import ShardingConfig, plan_reshard
+from dist_ckpt.core.planning.sharding_config import ShardingConfig, find_recut_problem, plan_reshard
 from dist_ckpt.core.runtime.arguments import check_flag
 from dist_ckpt.core.saving.carry_plan import (
     merge_objects_files,
@@ -46,6 +46,7 @@ from dist_ckpt.core.state.tree.containers import child_name, is_mapping
 from dist_ckpt.core.storage import Storage, open_storage
 from dist_ckpt.core.storage.storage_wrappers import CountingStorage
 from dist_ckpt.default_opener import OPENER
+from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.message_text import listed, names_around_remedy
 from dist_ckpt.reports import CopyProgress, Phases, Progress, SaveReport
 from dist_ckpt.tools.new_files import WritePlan, paths_to_replace
@@ -144,7 +145,10 @@ def plan_rewrite(
     if not selection.is_everything:
         catalog, main = select_part(catalog, main, selection)
         index = replace(index, save=secrets.token_hex(16))
-    catalog = plan_reshard(catalog, config, main.tree, main.numpy).catalog
+    resharded = plan_reshard(catalog, config, main.tree, main.numpy).catalog
+    if problem := find_recut_problem(config, main.uncut, catalog, resharded):
+        raise IncompatibleError(f"{source_path}: {problem}")
+    catalog = resharded
     write = _Reshard(
         opened,
         index,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +13,11 @@ from torch import nn
 
 import dist_ckpt as dc
 from dist_ckpt.core.state.tree.elementwise_keys import elementwise_keys
+from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import IncompatibleError
+from dist_ckpt.interop import dcp, torch_save
 from in_memory import InMemory, save
+from ranks import save_on_threads
 
 Rules = dict[str, dict[str, int]]
 CUT: Rules = {"*weight": {"tp": 0}}
@@ -110,6 +115,35 @@ def test_elementwise_state_loads_on_any_number_of_ranks(
             first = like(torch.empty(rows, columns))
             joined = torch.cat([first, first + 1])
             assert torch.equal(loaded[key], joined.chunk(world_size)[rank])
+
+
+def test_matrices_of_ranks_are_not_cut_anew_by_operations() -> None:
+    checkpoint = save_on_two(SQUARE_PARTS, {"L": matrix})
+    rules = {"model.weight": [dc.Transpose(), "model.new"]}
+    problems = checkpoint.bind({}, rename=rules).problems
+    assert any(
+        "'optim.state.model.weight.L' has shape (8, 4), which does not" in p for p in problems
+    )
+
+
+def test_matrices_of_ranks_are_refused_by_reshards_and_exports(tmp_path: Path) -> None:
+    states = [make_state(SQUARE_PARTS, {"L": matrix}, rank) for rank in range(2)]
+    old, new = tmp_path / "old", tmp_path / "new"
+    two, four = (dc.ShardingConfig({"tp": n}, CUT) for n in (2, 4))
+    save_on_threads(LocalStorage(), states, str(old), sharding=two)
+    for write in (
+        lambda **kw: dc.reshard(old, new, sharding=four, **kw),
+        lambda **kw: torch_save.export_file(old, new, **kw),
+        lambda **kw: dcp.export_folder(old, new, **kw),
+    ):
+        with pytest.raises(IncompatibleError, match=r"weight\.L.* part.*exclude='"):
+            write()
+        assert not new.exists()
+        write(exclude="*.L")
+        shutil.rmtree(new) if new.is_dir() else new.unlink()
+    dc.reshard(old, new, sharding=two)  # as it was cut
+    named = dc.ShardingConfig({"tp": 4}, CUT | {"*.L": {"tp": 0}})
+    dc.reshard(old, new, sharding=named, overwrite=True)
 
 
 def test_a_rule_for_state_says_how_it_is_cut() -> None:

@@ -15,7 +15,7 @@ from math import prod
 
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Shape
-from dist_ckpt.core.format.index.index import Catalog
+from dist_ckpt.core.format.index.index import JOINED, Catalog
 from dist_ckpt.core.planning.name_selection import names_above
 from dist_ckpt.core.planning.tensor_operations import (
     Concatenate,
@@ -265,12 +265,13 @@ class SavedStates:
 
     `states` maps the name of a parameter's state to the name above it (`optim.state`) and the
     parameter's name. `groups` maps it to its parameter group. `new_stems` has the new names of
-    those names above, if a rule without operations renames them.
+    those names above, if a rule without operations renames them. `uncut` is that of `ObjectsFile`.
     """
 
     states: Mapping[str, tuple[str, str]]
     groups: Mapping[str, str]
     new_stems: Mapping[str, str]
+    uncut: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -400,8 +401,9 @@ class _StateNames:
         for state, keys in entries.items():
             stem, parameter = saved.states[state]
             for key in keys:
-                pair = _shape(catalog, parameter), _shape(catalog, _join(state, key))
-                shapes.setdefault((stem, key), []).append(pair)
+                name = _join(state, key)  # parts of single ranks never have the parameter's shape
+                shape = None if saved.uncut.get(name) == JOINED else _shape(catalog, name)
+                shapes.setdefault((stem, key), []).append((_shape(catalog, parameter), shape))
 
         def is_elementwise(stem: str, key: str) -> bool:
             pairs = shapes[stem, key]

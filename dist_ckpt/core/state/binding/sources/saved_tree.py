@@ -386,9 +386,8 @@ def build_saved_tree(
         if name in saved or child_name(name, RECORD) in saved
     }
     new_stems = rules.find_stems(stem for stem, _ in movable.values())
-    made = derive_tensors(
-        rules.with_operations, catalog, SavedStates(movable, groups_by_state, new_stems)
-    )
+    saved_states = SavedStates(movable, groups_by_state, new_stems, main.uncut)
+    made = derive_tensors(rules.with_operations, catalog, saved_states)
     used = _names_at_and_below(made.rules, (*names, *states))
     renamed, problems = rules.apply(
         dict.fromkeys(name for name in (*names, *states) if name not in used), movable
