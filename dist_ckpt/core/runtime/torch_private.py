@@ -17,6 +17,7 @@
 | `local_tensor`          | `distributed.tensor.DTensor`             | its class, without autograd |
 | `SAVE_HOOKS`            | `optim.Optimizer`                        | hooks around `state_dict`   |
 | `LOAD_HOOKS`            | `optim.Optimizer`                        | ... and `load_state_dict`   |
+| `TorchDispatchMode`     | `utils._python_dispatch`                 | to follow copies of tensors |
 | `DcpStorageInfo`        | `distributed.checkpoint.filesystem`      | the content of DCP's files  |
 | `DCP_VERSION`           | `distributed.checkpoint.filesystem`      | ... and their version       |
 
@@ -41,9 +42,11 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo as DcpStorageIn
 from torch.distributed.checkpoint.state_dict import _get_fqns
 from torch.distributed.distributed_c10d import _get_default_store as default_store
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["DCP_VERSION", "LOAD_HOOKS", "SAVE_HOOKS", "AsyncCollectiveTensor", "DcpStorageInfo"]
-__all__ += ["ShardedTensor", "StridedShard", "cuts_strided_alike", "default_store"]
+__all__ += ["ShardedTensor", "StridedShard", "TorchDispatchMode"]
+__all__ += ["cuts_strided_alike", "default_store"]
 __all__ += ["conversion_of", "drop_load_hooks", "group_timeout_s", "has_load_hooks"]
 __all__ += ["local_tensor", "module_fqns", "storage_id", "wrapped_child"]
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from dist_ckpt.core.planning.module_versions import state_dict_metadata
 from dist_ckpt.core.planning.name_selection import names_above
 from dist_ckpt.core.runtime.torch_private import (
+    TorchDispatchMode,
     conversion_of,
     drop_load_hooks,
     has_load_hooks,
@@ -59,10 +61,14 @@ class Converter:
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """The missing and unexpected names that `load_state_dict` will report."""
+    """The missing and unexpected names that `load_state_dict` will report.
+
+    `origins` has the name of the saved tensor whose value a parameter gets unchanged, by its id().
+    """
 
     missing: frozenset[str] = frozenset()
     unexpected: frozenset[str] = frozenset()
+    origins: Mapping[int, str] = field(default_factory=dict)
 
     @property
     def rest(self) -> frozenset[str]:
@@ -153,7 +159,8 @@ class ModulePart:
         memo: dict[int, object] = {id(tensor): _on_meta(tensor) for tensor in tensors}
         module = deepcopy(self.module, memo)
         drop_load_hooks(module)
-        with warnings.catch_warnings():
+        sources = {n: value for n, value in values.items() if isinstance(value, torch.Tensor)}
+        with warnings.catch_warnings(), _OriginTracker(sources) as tracker:
             # Torch warns of tensors with data that a class makes for its meta parameters.
             warnings.simplefilter("ignore")
             result = replace(self, module=module).load(values, metadata)
@@ -163,6 +170,11 @@ class ModulePart:
         return Rehearsal(
             frozenset(names.get(key, key) for key in missing),
             frozenset(names.get(key, key) for key in unexpected),
+            {
+                id(parameter): origin
+                for parameter, copied in _pair_parameters(self.module, module)
+                if (origin := tracker.origin(copied)) is not None
+            },
         )
 
 
@@ -260,6 +272,16 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     empty = torch.empty_like(tensor.detach(), device="meta")
     is_parameter = isinstance(tensor, nn.Parameter)
     return nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+
+
+def _pair_parameters(
+    module: nn.Module, copied: nn.Module
+) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+    """Yield the parameters of a module, and those with the same names in its copy."""
+    copies = dict(copied.named_parameters(remove_duplicate=False))
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if name in copies:
+            yield parameter, copies[name]
 
 
 def _innermost(module: nn.Module) -> nn.Module:
@@ -385,3 +407,53 @@ def _memory_key(tensor: torch.Tensor) -> Hashable | None:
         return None
     start = tensor.storage_offset()
     return storage_id(tensor), start, tensor.dtype, tuple(tensor.shape), tensor.stride()
+
+
+_COPIES = ("aten::clone", "aten::_to_copy")
+
+
+class _OriginTracker(TorchDispatchMode):
+    """Find the tensors that have the value of one of `sources`, which have names.
+
+    A copy has it, in any dtype. A view with another shape or other strides does not.
+    """
+
+    def __init__(self, sources: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._alive = [*sources.values()]  # a new storage must not get the id of an old one
+        # The names of views of a storage, by its number.
+        self._names: dict[int, dict[Hashable, str]] = {}
+        for name, tensor in sources.items():
+            self._names[storage_id(tensor)] = {_memory_key(tensor): name}
+
+    def origin(self, tensor: torch.Tensor) -> str | None:
+        """Return the name of the source whose value a tensor has; None if there is none."""
+        key = _memory_key(tensor)
+        return None if key is None else self._names.get(storage_id(tensor), {}).get(key)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call an operator, and record what becomes of values."""
+        call: Callable[..., Any] = func
+        result = call(*args, **(kwargs or {}))
+        name = func.name().partition(".")[0]
+        if name in _COPIES:
+            self._record(result, args[0])
+        elif name == "aten::copy_":
+            self._record(result, args[1])
+        elif name.endswith("_") and args and isinstance(args[0], torch.Tensor):
+            self._record(args[0], None)
+        return result
+
+    def _record(self, target: torch.Tensor, source: torch.Tensor | None) -> None:
+        """Record that a tensor has been written, with the value of another one or a new value."""
+        is_copy = source is not None and source.shape == target.shape
+        origin = self.origin(source) if source is not None and is_copy else None
+        if (key := _memory_key(target)) is not None:
+            self._alive.append(target)
+            self._names[storage_id(target)] = {} if origin is None else {key: origin}

@@ -28,7 +28,7 @@ from dist_ckpt.core.shard_io.memory.cell_memory import Target
 from dist_ckpt.core.state.binding.bind_context import BindContext, Loadable
 from dist_ckpt.core.state.binding.bind_modules import bind_module
 from dist_ckpt.core.state.binding.bind_optimizers import bind_optimizer
-from dist_ckpt.core.state.binding.conversions import is_in
+from dist_ckpt.core.state.binding.conversions.conversion_decision import is_in
 from dist_ckpt.core.state.binding.matching.dequantizer import NO_CASTING, Casting
 from dist_ckpt.core.state.binding.required_keys import find_missing_keys, read_keys
 from dist_ckpt.core.state.binding.sources.rename import suggest_rules
@@ -90,6 +90,8 @@ def bind(
     context.bind_inner = _bind_inner
     if not saved.problems and (fill_root := _bind_root(context)) is not None:
         context.value_setters.append(fill_root)
+    for check in context.state_checks:
+        check()
     return Binding(context)
 
 
@@ -117,7 +119,7 @@ class Binding:
         self.missing = tuple(context.missing)
         self.dropped = (*context.dropped, *context.targets.dequantizer.dropped)
         self.restored = tuple(context.restored)
-        self.warnings = tuple(context.warnings)
+        self.warnings = context.warnings  # a conversion may add some
         self.resharded = tuple(context.targets.resharded)
         self.assumed = (*_list_assumptions(context), *context.assumed)
         self.resized = tuple(context.targets.matcher.resized)

@@ -100,16 +100,17 @@ class BindContext:
         self.conversions: list[tuple[str, Callable[[], None]]] = []
         self.object_loads: list[tuple[str, Callable[[], None]]] = []
         self.inner_loads: dict[int, Callable[[], None]] = {}
-        # The containers whose saved text keys became the keys of the state, and those for which the
-        # state has no keys.
+        # The containers whose text keys became keys of the state, and those without such keys.
         self.converted_keys: dict[str, None] = {}
         self.unknown_keys: dict[str, None] = {}
-        # The saved objects for which the state has an object, or a dict that takes their state.
+        # The saved objects for which the state has an object or a dict.
         self.live_objects: set[str] = set()
         self.generators: list[tuple[str, RNG, Value]] = []
+        # The id() of parameters, and the state that is loaded for them. The checks compare it.
+        self.parameter_states: list[tuple[int, str]] = []
+        self.state_checks: list[Callable[[], None]] = []
         self._selection, self._keys = selection, keys or {}
-        # The items of split values by name, and the children of each split value.
-        self._split: dict[str, object] = {}
+        self._split: dict[str, object] = {}  # the items of split values by name
         self._split_children: dict[str, tuple[tuple[PathKey, str], ...]] = {}
         # `mesh` reads every tensor of the state, so it runs at most once, and only if needed.
         self._live_mesh = cache(template.mesh)

@@ -1,21 +1,25 @@
 """The loading side of a module: its tensors are filled in place, or loaded by the module itself.
 
-`conversions.py` decides. A module that converts its state gets what was saved, in new host memory,
+`conversions/` decides. A module that converts its state gets what was saved, in new host memory,
 through its `load_state_dict`. All other tensors are filled in place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import torch
-
-from dist_ckpt.core.planning.module_versions import modules_above
 from dist_ckpt.core.state.binding.bind_context import BindContext
-from dist_ckpt.core.state.binding.conversions import ConversionDecision, decide_conversion, is_in
+from dist_ckpt.core.state.binding.conversions.conversion_decision import ConversionDecision, is_in
+from dist_ckpt.core.state.binding.conversions.conversion_plan import (
+    PartNames,
+    StateCheck,
+    decide,
+    module_name,
+    plan_conversion,
+)
 from dist_ckpt.core.state.binding.values import Value
 from dist_ckpt.core.state.module_tensors import (
     Converter,
@@ -25,7 +29,7 @@ from dist_ckpt.core.state.module_tensors import (
     find_unsaved_meta,
     without_swaps,
 )
-from dist_ckpt.core.state.tensors.local_tensors import PLAIN, dtype_name, torch_dtype
+from dist_ckpt.core.state.tensors.local_tensors import PLAIN
 from dist_ckpt.core.state.tensors.locate_tensor import is_meta, materialize
 from dist_ckpt.core.state.tree.containers import child_name
 from dist_ckpt.core.state.tree.state_tree import (
@@ -44,14 +48,15 @@ class _PartStaging:
     """The saved values that one part of a model converts itself.
 
     `scopes` are the converting modules, `names` the tensors in them, `values` the saved values, and
-    `metadata` the saved versions. `is_sure` is True if a rehearsal has found what is missing.
+    `metadata` the saved versions. `check_values` is set if a rehearsal has failed: it gets the
+    values after the load.
     """
 
     scopes: frozenset[str] = frozenset()
     names: frozenset[str] = frozenset()
     values: Mapping[str, Value] = field(default_factory=dict)
     metadata: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
-    is_sure: bool = True
+    check_values: Callable[[Mapping[str, object]], None] | None = None
 
     def __contains__(self, name: str) -> bool:
         return name in self.names
@@ -165,74 +170,23 @@ def _plan_staging(
     tied: Mapping[str, str],
 ) -> _PartStaging:
     """Find the modules of a part that convert what was saved, and request their values."""
-    saved = context.saved
-    names = _PartNames(context, fqn, part, leaf, tied)
-    decision = decide_conversion(
-        {path: c for path, c in converters.items() if names.are_restored(path)},
-        part.metadata,
-        lambda path: saved.module_metadata(_module_name(fqn, path)),
-        mismatches=names.mismatches,
-        cut=names.cut,
-    )
+    names = PartNames(context, fqn, part, leaf, tied)
+    decision = decide(context, fqn, part, converters, names)
     _report(context, fqn, converters, decision, part)
-    scopes = decision.staged | decision.renaming
-    if not scopes:
+    plan = plan_conversion(context, fqn, part, names, decision)
+    check = StateCheck(context, fqn, part, converters, names, plan)
+    context.state_checks.append(check.run)
+    if not plan.scopes:
         return _PartStaging()
-    metadata = _metadata(context, fqn, part, scopes)
-    rehearsal, problem = _rehearse(fqn, part, names.rehearsed(scopes), metadata)
-    useful = decision.staged | names.useful(decision.renaming, rehearsal)
-    if not useful:
-        return _PartStaging()
-    if useful != scopes:
-        scopes, metadata = useful, _metadata(context, fqn, part, useful)
-        rehearsal, problem = _rehearse(fqn, part, names.rehearsed(scopes), metadata)
-    if problem:
-        context.problems.append(problem)
-    known = rehearsal or Rehearsal()
+    if plan.problem:
+        context.problems.append(plan.problem)
+    known = plan.rehearsal or Rehearsal()
     for name in names.missing & known.missing:
         context.missing[child_name(fqn, name)] = None
-    values = names.request(scopes, known.unexpected)
-    inside = frozenset(name for name in part.keys if is_in(name, scopes))
-    return _PartStaging(scopes, inside, values, metadata, is_sure=rehearsal is not None)
-
-
-def _rehearse(
-    fqn: str,
-    part: ModulePart,
-    values: Mapping[str, object],
-    metadata: Mapping[str, Mapping[str, object]],
-) -> tuple[Rehearsal | None, str]:
-    """Return the result of a rehearsal, None if it fails, and the reason if a load will fail too.
-
-    A class may convert only tensors with data, or may not be copied: then the load will show it.
-    """
-    try:
-        with calling_user_code(fqn, part.module, "load_state_dict"):
-            return part.rehearse(values, metadata), ""
-    except CheckpointError as error:
-        if "Error(s) in loading state_dict" not in str(error):
-            return None, ""
-        return None, (
-            f"{fqn}: the module cannot convert the saved state: {' '.join(str(error).split())}. "
-            "Create the model as it was saved, or exclude the names"
-        )
-
-
-def _module_name(fqn: str, path: str) -> str:
-    return child_name(fqn, path) if path else fqn
-
-
-def _metadata(
-    context: BindContext, fqn: str, part: ModulePart, scopes: frozenset[str]
-) -> dict[str, Mapping[str, object]]:
-    """Return the saved versions of the modules in `scopes`, and the live ones of the others."""
-    saved = context.saved.model_metadata(fqn)
-    metadata = {**part.metadata}
-    for path in dict.fromkeys((*part.metadata, *saved)):
-        of_module = context.saved.module_metadata(_module_name(fqn, path))
-        if is_in(path, scopes) and of_module is not None:
-            metadata[path] = of_module
-    return metadata
+    values = names.request(plan.scopes, known.unexpected)
+    inside = frozenset(name for name in part.keys if is_in(name, plan.scopes))
+    after = None if plan.rehearsal else check.warn
+    return _PartStaging(plan.scopes, inside, values, plan.metadata, after)
 
 
 def _report(
@@ -245,10 +199,10 @@ def _report(
     """Report what cannot be converted, newer versions, and unknown ones."""
 
     def text(path: str) -> str:
-        metadata = context.saved.module_metadata(_module_name(fqn, path)) or {}
+        metadata = context.saved.module_metadata(module_name(fqn, path)) or {}
         now = part.metadata.get(path, {}).get("version")
         return (
-            f"{_module_name(fqn, path)}: saved by version {metadata.get('version', 'unknown')} of "
+            f"{module_name(fqn, path)}: saved by version {metadata.get('version', 'unknown')} of "
             f"{converters[path].cls}, the state has version {now}"
         )
 
@@ -263,125 +217,11 @@ def _report(
         for path in decision.newer
     )
     if decision.unknown:
-        paths = [_module_name(fqn, path) for path in decision.unknown]
+        paths = [module_name(fqn, path) for path in decision.unknown]
         context.assumed.append(
             f"{listed(paths)}: the checkpoint has no versions of modules; the state was loaded as "
             "one of the present version"
         )
-
-
-class _PartNames:
-    """The saved names of one part of a model, compared with those of its state dict."""
-
-    def __init__(
-        self,
-        context: BindContext,
-        fqn: str,
-        part: ModulePart,
-        leaf: ModuleLeaf,
-        tied: Mapping[str, str],
-    ) -> None:
-        self._context, self._fqn, self._tied = context, fqn, tied
-        live = leaf.state.live
-        self._live = {name: live[name] for name in part.keys if name in live}
-        start = len(fqn) + 1 if fqn else 0
-        below = (name for name in context.saved.below(fqn) if context.is_selected(name))
-        saved, entries = [name[start:] for name in below], leaf.state.entries
-        self._saved = [name for name in saved if name in self._live]
-        # An entry with parts, such as an extra state, has names below its own.
-        self._further = [name for name in saved if not is_in(name, entries)]
-        self._whole = {
-            name: tensor
-            for name, tensor in self._live.items()
-            if isinstance(tensor, torch.Tensor) and self._is_whole(child_name(fqn, name), tensor)
-        }
-        self.cut = frozenset(self._live.keys() - self._whole)
-        wanted = (name for name in self._live if context.is_selected(child_name(fqn, name)))
-        self.missing = frozenset(
-            name for name in wanted if name not in tied and not context.has(child_name(fqn, name))
-        )
-        self.mismatches = self.missing.union(
-            self._further, filter(self._has_other_shape, self._saved)
-        )
-        self._parents = {"", *modules_above((*self._saved, *self._further))}
-
-    def are_restored(self, path: str) -> bool:
-        """Return True if anything that is loaded was saved in a module."""
-        return path in self._parents
-
-    def useful(self, renaming: frozenset[str], rehearsal: Rehearsal | None) -> frozenset[str]:
-        """Return the modules that load names which do not fit: in a strict load all of them.
-
-        The names of the others are reported as missing or unexpected.
-        """
-        if rehearsal is None:
-            return frozenset()
-        rest = rehearsal.rest
-
-        def is_useful(path: str) -> bool:
-            left = {name for name in rest if is_in(name, (path,))}
-            return (
-                not left
-                if self._context.strict
-                else not self.mismatches
-                <= rest.union(name for name in self.mismatches if not is_in(name, (path,)))
-            )
-
-        return frozenset(filter(is_useful, renaming))
-
-    def rehearsed(self, scopes: frozenset[str]) -> dict[str, object]:
-        """Return a meta tensor for each name that the part loads; a saved one in `scopes`."""
-        values: dict[str, object] = {
-            name: torch.empty_like(tensor.detach(), device="meta")
-            for name, tensor in self._whole.items()
-            if not is_in(name, scopes)
-        }
-        for name, source in self._staged(scopes):
-            if (saved := self._context.saved.tensor(child_name(self._fqn, source))) is not None:
-                dtype = torch_dtype(saved[1].dtype)
-                values[name] = torch.empty(saved[1].shape, dtype=dtype, device="meta")
-        return values
-
-    def request(self, scopes: frozenset[str], unexpected: frozenset[str]) -> dict[str, Value]:
-        """Request the saved values of the names in `scopes`."""
-        context, values = self._context, dict[str, Value]()
-        for name, source in self._staged(scopes):
-            full = child_name(self._fqn, source)
-            value: Value | None = values.get(source)
-            if value is None and context.saved.tensor(full) is None:
-                value = context.peek_value(full)
-            elif value is None:
-                value = context.targets.request_whole(full)
-                if name in self._whole and not self._has_other_shape(name):
-                    context.targets.check_dtype(full, dtype_name(self._whole[name].dtype, full))
-            if value is not None:
-                values[name] = value
-                if name not in unexpected:
-                    context.restore(full)
-                    context.restored[child_name(self._fqn, name)] = None
-        return values
-
-    def _staged(self, scopes: frozenset[str]) -> Iterator[tuple[str, str]]:
-        """Yield each name in `scopes`, and the saved name that has its value."""
-        for name in (*self._saved, *self._further):
-            if is_in(name, scopes):
-                yield name, name
-        for name, source in self._tied.items():
-            if name in self._live and is_in(name, scopes):
-                yield name, source
-
-    def _is_whole(self, full: str, tensor: torch.Tensor) -> bool:
-        """Return True if this rank has the whole tensor in plain memory of torch."""
-        if type(tensor) not in PLAIN:
-            return False
-        rules = self._context.template.rules
-        return rules is None or rules.view(full, TensorLeaf(tensor), tuple(tensor.shape)) is None
-
-    def _has_other_shape(self, name: str) -> bool:
-        saved = self._context.saved.tensor(child_name(self._fqn, name))
-        if saved is None or name not in self._whole:
-            return False
-        return saved[1].shape != tuple(self._whole[name].shape)
 
 
 # --- calls of load_state_dict ----------------------------------------------------------------
@@ -448,8 +288,9 @@ class _PartLoad:
             swapping = nullcontext() if staging.scopes else without_swaps()
             with swapping, calling_user_code(self.fqn, self.part.module, "load_state_dict"):
                 result = self.part.load(values, metadata, assign=assign)
-            if staging.scopes and not staging.is_sure:
+            if staging.check_values is not None:
                 self._check(result)
+                staging.check_values(values)
         except CheckpointError as error:
             names = (child_name(self.fqn, name) for name in staging.values)
             error.touched = tuple(sorted({*error.touched, *names}))

@@ -332,6 +332,7 @@ def bind_optimizer(context: BindContext, fqn: str, leaf: OptimizerLeaf) -> None:
                 of_state, names[id(hint.parameter)].stored, hint.parameter
             )
             _note_untied(context, name, saved)
+            context.parameter_states.append((id(hint.parameter), of_state))
             if name in saved and not context.has(of_state) and context.saved.is_stepless(of_state):
                 _drop_state(context, of_state, optimizer, hint.parameter)
             else:
