@@ -12,11 +12,10 @@ import logging
 import posixpath
 import secrets
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from typing import Self
+from typing import NoReturn, Self
 
 from msgspec.structs import asdict
 
@@ -31,18 +30,23 @@ from dist_ckpt.core.commit.receipts import (
     find_unequal_groups,
 )
 from dist_ckpt.core.commit.records.incarnations import Incarnation
+from dist_ckpt.core.commit.unequal_replicas import (
+    CopyComparison,
+    CopyRequest,
+    CopySamples,
+    UnequalReplicas,
+)
 from dist_ckpt.core.format.checksums import document_digest
 from dist_ckpt.core.format.filenames import Attempt
 from dist_ckpt.core.format.index.index import Catalog, Index
 from dist_ckpt.core.format.index.index_json import EncodedCatalog
 from dist_ckpt.core.format.strict_json import Scalar
-from dist_ckpt.core.planning.name_selection import escape_pattern
 from dist_ckpt.core.planning.plan import FileReceipt, Receipt, ReplicaDigests
 from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.storage_wrappers import free_nbytes
 from dist_ckpt.errors import CheckpointError, StorageError, UnequalReplicasError
-from dist_ckpt.message_text import format_count, format_size, listed, ranks_text, remedy_of_parts
+from dist_ckpt.message_text import format_count, format_size
 from dist_ckpt.reports import IoCount, Phases, SaveReport, find_slowest
 from dist_ckpt.settings import Settings
 
@@ -104,12 +108,16 @@ class WriteDecision(Message, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class RankWriteResult:
-    """The files that one rank has written or linked, the digests of its replicas, and its time."""
+    """The files that one rank has written or linked, the digests of its replicas, and its time.
+
+    Without `comparison`, which all ranks have or none, an error does not say how far copies differ.
+    """
 
     files: tuple[FileReceipt, ...]
     replicas: ReplicaDigests
     seconds: float
     linked: IoCount = IoCount()  # noqa: RUF009 - it is frozen
+    comparison: CopyComparison | None = None
 
     @property
     def receipt(self) -> Receipt:
@@ -278,12 +286,27 @@ class Transaction:
         answer = writing.result(WriteDecision)
         if answer.decision is not None:
             return answer.decision
-        with self._channel.exchange("replicas") as comparing:
-            groups = {name: dict(members) for name, members in result.replicas}
-            digests = {name: groups[name] for name in answer.differing if name in groups}
-            gathered = comparing.gather(digests)
-            if gathered is not None:
-                raise UnequalReplicasError(_unequal_replicas_text(gathered))
+        return self._compare_replicas(result, answer.differing)
+
+    def _compare_replicas(self, result: RankWriteResult, differing: Collection[str]) -> NoReturn:
+        """Raise UnequalReplicasError with what differs, and how far apart. Collective."""
+        channel, comparison = self._channel, result.comparison
+        with channel.exchange("replicas") as comparing:
+            digests = {name: dict(members) for name, members in result.replicas}
+            gathered = comparing.gather({n: digests[n] for n in differing if n in digests})
+            unequal = UnequalReplicas.of(gathered or ())
+            if comparing.is_coordinator and comparison is None:
+                raise UnequalReplicasError(unequal.error_text(None))
+            if comparing.is_coordinator:
+                comparing.decide(unequal.request())
+        request = comparing.result(CopyRequest)
+        assert comparison is not None
+        with channel.exchange("distances") as measuring:
+            own = comparison.read(request.names_of(channel.rank), request.nbytes)
+            samples = measuring.gather(CopySamples(own))
+            if samples is not None:
+                distances = unequal.describe([rank.samples for rank in samples], comparison)
+                raise UnequalReplicasError(unequal.error_text(distances))
         raise AssertionError("the exchange raises the replicas that differ")
 
     def _commit_and_answer(
@@ -426,35 +449,6 @@ def _build_decision(
     counts = (linked.num, linked.nbytes) if linked else (0, 0)
     slowest = slowest_rank, slowest_s
     return CommitDecision(index.attempt, index.nbytes, index.num_files, *slowest, *counts)
-
-
-def _unequal_replicas_text(groups_by_rank: Sequence[Mapping[str, Mapping[str, str]]]) -> str:
-    """Return an error text that names the values that differ, and their ranks."""
-    ranks_by_digest: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for rank, groups in enumerate(groups_by_rank):
-        for members in groups.values():
-            for name, digest in members.items():
-                ranks_by_digest[name][digest].append(rank)
-    unequal = [
-        f"{name} ({' differs from '.join(ranks_text(ranks) for ranks in by_digest.values())})"
-        for name, by_digest in ranks_by_digest.items()
-        if len(by_digest) > 1
-    ]
-    remedy = remedy_of_parts(ranks_by_digest, "wrap values that differ by design in dc.PerRank")
-    return (
-        f"ranks hold different values under the same name: {listed(unequal, '; ')}. A name is "
-        f"stored once, so its value must be equal on all ranks: broadcast the value first, or "
-        f"{remedy}. To save in spite of this, choose which copy is stored: "
-        f'{_replicas_option(ranks_by_digest)} for the copy of the lowest rank, or "mean" or '
-        f'"per_rank"'
-    )
-
-
-def _replicas_option(ranks_by_digest: Mapping[str, Mapping[str, object]]) -> str:
-    """Return the option `replicas` for the first name that differs. Cells have names with [...]."""
-    names = (name for name, by_digest in ranks_by_digest.items() if len(by_digest) > 1)
-    name = next(names, "")
-    return f'replicas={{{escape_pattern(name.rpartition("[")[0] or name)!r}: "rank0"}}'
 
 
 def _describe_neighbours(storage: Storage, path: str) -> str:

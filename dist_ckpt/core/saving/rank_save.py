@@ -13,6 +13,7 @@ from msgspec import structs
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.checksums import block_digest, document_digest
+from dist_ckpt.core.format.geometry import Cell
 from dist_ckpt.core.format.objects import objects_file
 from dist_ckpt.core.format.objects.plain_codec import encode_value
 from dist_ckpt.core.planning.name_selection import SELECT_ALL, Selection
@@ -225,6 +226,15 @@ class RankSave:
         ]
         return tuple(zip(ids, digests, strict=True))
 
+    def replica_cells(self, plan: SavePlan) -> dict[str, tuple[str, Cell]]:
+        """Return this rank's cells of tensors in replica groups, by the names in the digests."""
+        groups = self._rank_plan(plan).groups
+        return {member_name(*member): member for group in groups for member in group.cells}
+
+    def replica_reader(self, plan: SavePlan, fqn: str, cell: Cell) -> CellReader:
+        """Return the memory of one of these cells."""
+        return self._reader_of((find_origin(self._rank_plan(plan).cells, fqn, cell),), 0)
+
     def _rank_plan(self, plan: SavePlan) -> RankPlan:
         """Return this rank's part of a plan, cached for the next save."""
         cached = self._cache.rank_plan
@@ -243,7 +253,7 @@ class RankSave:
         """Digest this rank's copy of each member of a replica group, by name."""
         digests = {}
         for fqn, cell in group.cells:
-            name = f"{fqn}[{cell}]"
+            name = member_name(fqn, cell)
             reader = self._reader_of((find_origin(cells, fqn, cell),), 0)
             whole_nbytes -= reader.nbytes
             is_whole = whole_nbytes >= 0
@@ -252,6 +262,11 @@ class RankSave:
         values = {**self.local_state.per_rank, **self.local_state.values}
         digests |= {fqn: document_digest(encode_value(values[fqn])) for fqn in group.values}
         return digests
+
+
+def member_name(fqn: str, cell: Cell) -> str:
+    """Return the name of a tensor's cell in a replica group."""
+    return f"{fqn}[{cell}]"
 
 
 def encode_objects_files(
@@ -298,7 +313,7 @@ def digest_sample(reader: CellReader, name: str) -> str:
     The offsets of the blocks follow from the size and `name`, so `name` must be the same on all
     ranks.
     """
-    return _digest_blocks(reader, _sample_offsets(reader.nbytes, name), _BLOCK_NBYTES)
+    return _digest_blocks(reader, sample_offsets(reader.nbytes, name), _BLOCK_NBYTES)
 
 
 def digest_whole(reader: CellReader) -> str:
@@ -315,7 +330,8 @@ def _digest_blocks(reader: CellReader, offsets: Iterable[int], nbytes: int) -> s
     return document_digest(f"{reader.nbytes} {' '.join(digests)}".encode())
 
 
-def _sample_offsets(nbytes: int, name: str) -> list[int]:
+def sample_offsets(nbytes: int, name: str) -> list[int]:
+    """Return the offsets of the blocks of a sample."""
     if nbytes <= _WHOLE_NBYTES:
         return list(range(0, nbytes, _BLOCK_NBYTES))
     # One block in each sixteenth, at an offset that differs between tensors.

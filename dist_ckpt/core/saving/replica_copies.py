@@ -1,5 +1,7 @@
 """The option `replicas`: apply its rules to a rank's state, and compute the means.
 
+`ReplicaDistance` compares copies that differ although no rule names them, for the error.
+
 The mean of an element is defined. The copies are added in float64, from the lowest rank to the
 highest. The sum is divided by their number, and torch converts the quotient to the dtype. Copies
 that are equal, bit for bit, are stored as they are. The state does not change.
@@ -8,16 +10,20 @@ that are equal, bit for bit, are stored as they are. The state does not change.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
+from math import isfinite, prod
 
 import torch
 from msgspec import structs
 
 from dist_ckpt.core.comm.session import Session
+from dist_ckpt.core.commit.unequal_replicas import CopySample
+from dist_ckpt.core.format.dtypes import DTYPES
+from dist_ckpt.core.format.geometry import Cell, Region, row_major_strides
 from dist_ckpt.core.format.index.index import Key
 from dist_ckpt.core.format.index.tensor_ranges import parameter_ranges
-from dist_ckpt.core.planning.plan import Inventory, TensorEntry
+from dist_ckpt.core.planning.plan import Inventory, SavePlan, TensorEntry
 from dist_ckpt.core.planning.replica_rules import MEAN_DTYPES, ReplicaRule, ReplicaRules
 from dist_ckpt.core.planning.tensor_views import (
     Fused,
@@ -30,13 +36,13 @@ from dist_ckpt.core.planning.tensor_views import (
 )
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.typed_msgpack import Message
-from dist_ckpt.core.saving.rank_save import RankSave, StateReader
+from dist_ckpt.core.saving.rank_save import RankSave, StateReader, sample_offsets
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorReader
 from dist_ckpt.core.state.inventory_builder import LocalState
 from dist_ckpt.core.state.tensors.local_tensors import torch_dtype
 from dist_ckpt.core.state.tensors.plain_torch import without_tensors
 from dist_ckpt.core.state.tree.containers import find_enclosing_subclass
-from dist_ckpt.message_text import format_size
+from dist_ckpt.message_text import format_size, ranks_text
 
 # --- the rules ---------------------------------------------------------------------------------
 
@@ -296,3 +302,105 @@ def _with_means(
             for place, part in zip(of_parts, local.parts[fqn], strict=True)
         )
     return replace(local, parts=parts)
+
+
+# --- how far apart copies are ------------------------------------------------------------------
+
+_MAX_TEXT_CHARS = 40
+# Their values, as float64, are compared.
+_COMPARED = MEAN_DTYPES | {
+    *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool")
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaDistance:
+    """Reads samples of the copies of one save, and compares those of all ranks."""
+
+    rank_save: RankSave
+    plan: SavePlan
+
+    def read(self, names: Sequence[str], nbytes: int) -> tuple[CopySample, ...]:
+        """Return samples of this rank's copies, each of at most `nbytes`."""
+        cells = self.rank_save.replica_cells(self.plan)
+        return tuple(
+            self._sample_cell(name, *cells[name], nbytes)
+            if name in cells
+            else CopySample(name, "", (), (), (), 0, b"", self._value_text(name))
+            for name in names
+        )
+
+    def _sample_cell(self, name: str, fqn: str, cell: Cell, nbytes: int) -> CopySample:
+        reader = self.rank_save.replica_reader(self.plan, fqn, cell)
+        offsets = tuple(sample_offsets(reader.nbytes, name))
+        block = min(offsets[1:2] or (reader.nbytes,))
+        block = min(block, 64 << 10, nbytes // max(len(offsets), 1) // 16 * 16)
+        scratch = memoryview(bytearray(block))
+        data = b"".join(
+            bytes(reader.read(start, min(start + block, reader.nbytes), scratch))
+            for start in offsets
+        )
+        region = cell if isinstance(cell, Region) else Region((cell.start,), (cell.numel,))
+        dtype = self.plan.catalog.tensors[fqn].dtype
+        return CopySample(name, dtype, region.offset, region.shape, offsets, block, data)
+
+    def _value_text(self, name: str) -> str:
+        """Return the text of a short plain value, or ""."""
+        value = self.rank_save.local_state.values.get(name)
+        is_plain = value is None or type(value) in (bool, int, float, str)
+        return text if is_plain and len(text := repr(value)) <= _MAX_TEXT_CHARS else ""
+
+    def describe(self, samples: Mapping[int, CopySample]) -> str:
+        """Return how far apart the copies of one name are, by rank; "" if it is unknown."""
+        first = next(iter(samples.values()))
+        if not first.dtype:
+            texts = [f"{sample.text} on {ranks_text([r])}" for r, sample in samples.items()]
+            return ", ".join(texts) if all(sample.text for sample in samples.values()) else ""
+        if first.dtype not in _COMPARED:
+            return ""
+        copies = [_as_float64(sample) for sample in samples.values()]
+        return _distance_text(torch.stack(copies), [*samples], first)
+
+
+def _as_float64(sample: CopySample) -> torch.Tensor:
+    return torch.frombuffer(bytearray(sample.data), dtype=torch_dtype(sample.dtype)).double()
+
+
+def _distance_text(copies: torch.Tensor, ranks: Sequence[int], sample: CopySample) -> str:
+    """Return the two copies that are farthest apart, and at which element."""
+    ordered = copies.where(~copies.isnan(), torch.inf)  # nan is far from every number
+    (highest, a), (lowest, b) = ordered.max(0), ordered.min(0)
+    spread = (highest - lowest).nan_to_num(nan=0, posinf=torch.inf)
+    element = int(spread.argmax())
+    num_compared, numel = copies.shape[1], prod(sample.shape)
+    compared = f"{num_compared} of {numel} elements" if num_compared < numel else "all elements"
+    if not spread[element]:
+        return f"equal as numbers in {compared}, on {ranks_text(ranks)}"
+    first, second = sorted((int(a[element]), int(b[element])))
+    values = float(copies[first, element]), float(copies[second, element])
+    return (
+        f"of {compared} on {ranks_text(ranks)}, farthest apart: {values[0]:.9g} on rank "
+        f"{ranks[first]} and {values[1]:.9g} on rank {ranks[second]}"
+        f"{_place_text(sample, element)}{_difference_text(*values)}"
+    )
+
+
+def _difference_text(a: float, b: float) -> str:
+    if not (isfinite(a) and isfinite(b)):
+        return ""
+    return f", a difference of {abs(a - b):.3g} ({abs(a - b) / max(abs(a), abs(b)):.2g} relative)"
+
+
+def _place_text(sample: CopySample, element: int) -> str:
+    """Return the place of a sampled element in its tensor."""
+    itemsize = DTYPES[sample.dtype].itemsize
+    block, inside = divmod(element, max(sample.block_nbytes // itemsize, 1))
+    position = sample.block_offsets[block] // itemsize + inside
+    if not sample.shape:
+        return ""
+    strides = row_major_strides(sample.shape)
+    index = [
+        offset + position // stride % size
+        for offset, stride, size in zip(sample.offset, strides, sample.shape, strict=True)
+    ]
+    return f" at {index}"

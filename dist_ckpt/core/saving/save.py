@@ -37,6 +37,7 @@ from dist_ckpt.core.saving.agreement import (
 from dist_ckpt.core.saving.attachments import Attachments, read_attached
 from dist_ckpt.core.saving.carry_over import CarryOver, CarrySource, open_source
 from dist_ckpt.core.saving.rank_save import RankSave, StateReader
+from dist_ckpt.core.saving.replica_copies import ReplicaDistance
 from dist_ckpt.core.saving.save_options import CheckReplicas, SaveOptions
 from dist_ckpt.core.shard_io.write.write_or_link import SavedFiles, write_or_link
 from dist_ckpt.core.state.tree.containers import State
@@ -282,4 +283,5 @@ class _RankWriter:
             self.options.replica_digests(rank_save, self.plan),
             time.monotonic() - start,
             linked.plus_all(written.linked),
+            ReplicaDistance(rank_save, self.plan.save_plan),
         )

@@ -79,7 +79,7 @@ def beside_the_sample():
     first = {
         (start + offset) // block
         for start, nbytes, name in cells
-        for offset in rank_save._sample_offsets(nbytes, name)
+        for offset in rank_save.sample_offsets(nbytes, name)
     }
     return block * min(set(range(1, NBYTES // block)) - first - {number + 1 for number in first})
 
