@@ -223,13 +223,14 @@ class AsyncSaver:
         return handle
 
     def fence(self) -> None:
-        """Order later work after the copies. Call it before weights change outside of an optimizer.
+        """Order later work after late copies. Call it before your own code changes weights.
 
-        CUDA devices copy the tensors that optimizers change during the next forward and backward,
-        after `save` has returned, and all others before any later work. After `fence`, the current
-        streams of this thread wait until all is copied. The host does not wait: see
-        `SaveHandle.wait_staged`. torch's optimizers call it before a step, unless a CUDA graph
-        replays the step. On the CPU, all is copied when `save` returns.
+        CUDA devices copy a state into their own memory before any later work. Without room for it,
+        they copy the tensors that optimizers change late: during the next forward and backward. If
+        such a tensor changes before its copy, the save fails. After `fence`, the current streams of
+        this thread wait for late copies. The host does not wait: see `SaveHandle.wait_staged`.
+        torch's optimizers call it before a step, unless a CUDA graph replays the step. On the CPU,
+        all is copied when `save` returns.
         """
         if self._job is not None:
             self._job.fence.wait()

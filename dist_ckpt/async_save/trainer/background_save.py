@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import groupby
-from operator import attrgetter
-from typing import NamedTuple
 
 import torch
 from msgspec import structs
@@ -29,7 +26,7 @@ from dist_ckpt.async_save.trainer.writer_handle import BackgroundSave, SaveHandl
 from dist_ckpt.async_save.writer.writer_messages import Write
 from dist_ckpt.core.comm.exchange.channel import COORDINATOR
 from dist_ckpt.core.comm.session import Session
-from dist_ckpt.core.planning.plan import Batch, BatchPart, FilePlan, Inventory
+from dist_ckpt.core.planning.plan import Batch, FilePlan, Inventory
 from dist_ckpt.core.runtime import typed_msgpack
 from dist_ckpt.core.runtime.host_memory import address_of, copy, move
 from dist_ckpt.core.runtime.threads import parallel_for, stream_results
@@ -45,6 +42,7 @@ from dist_ckpt.core.saving.rank_save import RankSave, StateReader
 from dist_ckpt.core.saving.save_options import SaveOptions
 from dist_ckpt.core.shard_io.memory.cell_memory import CellReader
 from dist_ckpt.core.shard_io.memory.cuda import SideStreamCopies, check_no_capture
+from dist_ckpt.core.shard_io.memory.device_staging import DeviceStaging, Mark, PlacedTensor
 from dist_ckpt.core.shard_io.write.shard_writer import RankFiles, ReaderOf
 from dist_ckpt.core.state.tree.containers import State
 from dist_ckpt.core.storage import open_storage
@@ -52,9 +50,6 @@ from dist_ckpt.reports import Phases, SaveReport
 
 # A copy thread's chunk. It is so large that the handover costs nothing.
 _CHUNK_NBYTES = 16 << 20
-
-# The progress of device copies is published in steps of this size, each about a millisecond.
-_DEVICE_CHUNK_NBYTES = 64 << 20
 
 # Two threads saturate the memory of most hosts. More would take cores from other ranks.
 _THREADS = 2
@@ -74,7 +69,7 @@ def stage(arena: Arena, images: Sequence[memoryview], files: RankFiles) -> None:
     On return the state may change. An error leaves the snapshot incomplete. ValueError if the size
     of a tensor has changed since the save began.
     """
-    chunks = list(_split_into_chunks(arena, images, files, _CHUNK_NBYTES))
+    chunks = list(_split_into_chunks(arena, images, files))
     with closing(stream_results(_CopyChunk.copy, chunks, threads=_THREADS)) as copied:
         for chunk, _ in zip(chunks, copied, strict=True):  # in order: no gap before `stop`
             arena.advance(chunk.stop)
@@ -87,58 +82,77 @@ def stage_overlapped(
     images: Sequence[memoryview],
     files: RankFiles,
     device_copies: SideStreamCopies,
-    late: Container[str],
-) -> Callable[[], None]:
+    find_late: Callable[[], Container[str]],
+) -> tuple[Mark | None, Callable[[], None]]:
     """Stage like `stage`, but CUDA devices copy their own tensors.
 
-    On return, the caller may change host tensors, and device tensors that `late` does not name.
-    Devices may still copy the tensors in `late`. So the caller now calls `device_copies.mark()`,
-    and device work that changes these tensors must wait for the mark. For example, weights change
-    in `optimizer.step()`, so each step waits for the mark.
+    On return, the caller may change all tensors if the mark is None. Otherwise, devices may still
+    copy tensors that `find_late` names, and device work that changes these must wait for the mark.
+    For example, weights change in `optimizer.step()`, so each step waits for the mark.
 
     Call the returned function in any thread. It publishes the progress, and returns when the
-    snapshot is complete.
+    snapshot is complete. CheckpointError if a tensor changed before the mark.
     """
-    chunks = list(_split_into_chunks(arena, images, files, _DEVICE_CHUNK_NBYTES))
-    can_copy = device_copies.can_copy
-    device_parts = [[part for part in chunk.parts() if can_copy(part.reader)] for chunk in chunks]
-    early = [part for parts in device_parts for part in parts if part.fqn not in late]
-    for part in early:
-        device_copies.send(part.reader, part.start, part.stop, part.target)
-    if early:
-        device_copies.hold_training()
-    marks = []
-    for parts in device_parts:
-        for part in parts:
-            if part.fqn in late:
-                device_copies.send(part.reader, part.start, part.stop, part.target)
-        marks.append(device_copies.mark())
-    parallel_for(partial(_CopyChunk.copy, device_copies=device_copies), chunks, threads=_THREADS)
+    on_devices, on_host = [], []
+    for fqn, reader, start in _place_items(arena, files):
+        if device_copies.can_copy(reader):
+            on_devices.append(PlacedTensor(fqn, reader, start, reader.nbytes))
+        else:
+            on_host.append((reader, start))
+    staging = DeviceStaging(on_devices, arena.memory, device_copies, find_late)
+    copy_parts = partial(_copy_parts, arena.memory)
+    parallel_for(copy_parts, _group_parts(on_host), threads=_THREADS)
     _copy_objects(images, files)
 
     def follow() -> None:
-        for chunk, mark in zip(chunks, marks, strict=True):
-            mark.wait()
-            arena.advance(chunk.stop)
+        for stop in staging.follow():
+            arena.advance(stop)
         arena.complete()
 
-    return follow
+    return staging.late_end, follow
+
+
+def _place_items(arena: Arena, files: RankFiles) -> Iterator[tuple[str, CellReader, int]]:
+    """Yield the memory of each item of all files, and its position in the arena."""
+    for plan, reader_of, span in zip(files.plans, files.readers, arena.spans.images, strict=False):
+        first = span.start + plan.header.nbytes
+        for number, item in enumerate(plan.items):
+            reader = reader_of(number)
+            _check_size(item.fqn, item.span.stop - item.span.start, reader)
+            yield item.fqn, reader, first + item.span.start
+
+
+# Bytes of a reader, and their position in the arena.
+_HostPart = tuple[CellReader, int, int, int]
+
+
+def _group_parts(readers: Iterable[tuple[CellReader, int]]) -> Iterator[list[_HostPart]]:
+    """Cut large readers, and put small ones together, into chunks for one thread."""
+    group: list[_HostPart] = []
+    nbytes = 0
+    for reader, position in readers:
+        for start in range(0, reader.nbytes, _CHUNK_NBYTES):
+            stop = min(start + _CHUNK_NBYTES, reader.nbytes)
+            group.append((reader, start, stop, position + start))
+            nbytes += stop - start
+            if nbytes >= _CHUNK_NBYTES:
+                yield group
+                group, nbytes = [], 0
+    yield group
+
+
+def _copy_parts(memory: memoryview, parts: Sequence[_HostPart]) -> None:
+    for reader, start, stop, position in parts:
+        target = memory[position : position + stop - start]
+        data = reader.read(start, stop, target)
+        if data.obj is not target.obj:
+            copy(target, data)
 
 
 def _copy_objects(images: Sequence[memoryview], files: RankFiles) -> None:
     encoded = [data for _, data in sorted(files.objects.items())]
     for image, data in zip(images[len(files.plans) :], encoded, strict=True):
         image[:] = data
-
-
-class _PlacedPart(NamedTuple):
-    """A part of a tensor, and its memory in the image."""
-
-    fqn: str
-    reader: CellReader
-    start: int
-    stop: int
-    target: memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,18 +165,17 @@ class _CopyChunk:
     memory: memoryview
     stop: int
 
-    def copy(self, device_copies: SideStreamCopies | None = None) -> None:
-        """Copy all parts, except those that devices copy."""
+    def copy(self) -> None:
+        """Copy all parts."""
         first = self.batches[0].start
         for batch in self.batches:
             target = self.memory[batch.start - first :]
             target_address, filled = address_of(target), 0
             for part in batch.parts:
-                reader, start, stop = self._reader(part), part.start, part.stop
+                reader, start, stop = self.reader_of(part.item), part.start, part.stop
+                _check_size(self.plan.items[part.item].fqn, part.nbytes, reader)
                 size = stop - start
-                if device_copies is not None and device_copies.can_copy(reader):
-                    pass
-                elif len(batch.parts) > 1 and (address := reader.address()) is not None:
+                if len(batch.parts) > 1 and (address := reader.address()) is not None:
                     move(target_address + filled, address + start, size)
                 else:
                     data = reader.read(start, stop, target[filled : filled + size])
@@ -170,36 +183,23 @@ class _CopyChunk:
                         copy(target[filled : filled + size], data)
                 filled += size
 
-    def parts(self) -> Iterator[_PlacedPart]:
-        """Yield all parts in order. The blocks of a tensor are one part, for one copy."""
-        filled = 0
-        parts = (part for batch in self.batches for part in batch.parts)
-        for item, group in groupby(parts, attrgetter("item")):
-            blocks = [*group]
-            start, stop = blocks[0].start, blocks[-1].stop
-            target = self.memory[filled : filled + stop - start]
-            fqn, reader = self.plan.items[item].fqn, self._reader(blocks[0])
-            yield _PlacedPart(fqn, reader, start, stop, target)
-            filled += target.nbytes
 
-    def _reader(self, part: BatchPart) -> CellReader:
-        reader = self.reader_of(part.item)
-        if reader.nbytes != part.nbytes:
-            raise ValueError(
-                f"{self.plan.items[part.item].fqn}: {part.nbytes} bytes when the save began, and "
-                f"{reader.nbytes} now: change no tensor before it is staged"
-            )
-        return reader
+def _check_size(fqn: str, nbytes: int, reader: CellReader) -> None:
+    if reader.nbytes != nbytes:
+        raise ValueError(
+            f"{fqn}: {nbytes} bytes when the save began, and {reader.nbytes} now: change no tensor "
+            f"before it is staged"
+        )
 
 
 def _split_into_chunks(
-    arena: Arena, images: Sequence[memoryview], files: RankFiles, nbytes: int
+    arena: Arena, images: Sequence[memoryview], files: RankFiles
 ) -> Iterator[_CopyChunk]:
     spans = arena.spans.images
     for plan, reader_of, image, span in zip(
         files.plans, files.readers, images, spans, strict=False
     ):
-        for batches in _group_batches(plan.batches, nbytes):
+        for batches in _group_batches(plan.batches, _CHUNK_NBYTES):
             last = batches[-1]
             start = plan.header.nbytes + batches[0].start
             stop = plan.header.nbytes + last.start + _nbytes(last)
@@ -393,16 +393,26 @@ def _copy_overlapped(
     job, arena = prepared.job, prepared.arena
     job.pinned.pin(save.arena, arena.memory, devices[0])
     with job.streams.copies(devices) as device_copies:
-        late = prepared.rank_save.local_state.changed_in_steps()
-        follow = stage_overlapped(arena, images, prepared.files, device_copies, late)
+        late_end, follow = stage_overlapped(
+            arena, images, prepared.files, device_copies, partial(_find_late, prepared)
+        )
 
         def copy() -> None:
             try:
                 _copy(job, save, follow)
             except Exception as error:  # noqa: BLE001 - a thread's outer edge: writers report it
+                # Perhaps something changes weights unseen: the next save copies first.
+                job.copies_first = True
                 _abort(job, save, error)
 
-        job.fence.run(device_copies.mark(), copy)
+        job.fence.run(late_end, copy)
+
+
+def _find_late(prepared: _BackgroundPreparation) -> Container[str]:
+    """Return the tensors that devices may copy in parallel to training, without room for a copy."""
+    if prepared.job.copies_first:
+        return ()
+    return prepared.rank_save.local_state.changed_in_steps()
 
 
 def _copy(job: Job, save: BackgroundSave, stage_files: Callable[[], None]) -> None:

@@ -61,6 +61,8 @@ class Job:
             self._lock.release()
             raise
         self.streams, self.pinned, self.fence = SideStreams(), PinnedArenas(), Fence()
+        # A save has failed, as a tensor changed while it was copied: copy all before training.
+        self.copies_first = False
         self._world_size = hello.world_size
         self._has_removed_stale = False
         self._resources = _Resources(self._lock, self.arenas, self.pinned, self.fence, self.writer)

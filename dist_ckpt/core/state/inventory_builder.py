@@ -80,13 +80,14 @@ class LocalState:
         """Return the tensors that usually change only when an optimizer of the state steps.
 
         These are the optimizers' state, and the parameters in their groups that require a gradient.
-        All other tensors may change at any time: a forward pass changes buffers, and a copy of the
-        model may average the weights after the step.
+        All other tensors may change at any time: a forward pass changes buffers, a copy of the
+        model may average the weights after the step, and a CUDA graph may replay the step of an
+        optimizer that is capturable.
         """
         names: set[str] = set()
         stepped: set[int] = set()
         for fqn, leaf in self.owners:
-            if isinstance(leaf, OptimizerLeaf):
+            if isinstance(leaf, OptimizerLeaf) and not leaf.state.is_capturable:
                 state = child_name(fqn, "state.")
                 names.update(name for name in self.parts if name.startswith(state))
                 stepped.update(id(p) for p in leaf.state.parameters() if p.requires_grad)

@@ -53,6 +53,11 @@ class OptimizerState:
         """Return the parameters of all groups."""
         return [parameter for group in self.groups for parameter in group[_PARAMS]]
 
+    @property
+    def is_capturable(self) -> bool:
+        """True if a CUDA graph may replay its step."""
+        return any(group.get("capturable") for group in self.groups)
+
     def has_state_here(self, parameter: torch.Tensor) -> bool:
         """Return True if the state of a parameter is on this rank."""
         return self.partition is None or id(parameter) in self.partition

@@ -24,8 +24,9 @@ import dist_ckpt as dc
 from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.core.runtime.host_memory import address_of
 from dist_ckpt.core.saving.rank_save import RankSave
-from dist_ckpt.core.shard_io.memory import cuda
+from dist_ckpt.core.shard_io.memory import cuda, device_staging
 from dist_ckpt.core.shard_io.memory.cuda import Fence, PinnedArenas
+from dist_ckpt.core.shard_io.memory.torch_tensor import TensorReader
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,8 @@ class Device:
     """What stands for a device: it does what is sent to it in that order, in a thread.
 
     What the training's streams are not held for it does only while it `may`. As the host is the
-    device here, what holds a stream holds the host. It has all tensors but those in `not_here`.
+    device here, what holds a stream holds the host. It has all tensors but those in `not_here`,
+    and room for buffers of `free` bytes; `num_refused` more are out of memory all the same.
     It ends with `close`, and is not waited for longer than `DEADLINE_S`.
     """
 
@@ -53,6 +55,8 @@ class Device:
     def __init__(self) -> None:
         self.may = threading.Event()
         self.not_here: set[torch.dtype] = set()
+        self.free, self.num_refused = 1 << 40, 0
+        self.num_calls = 0
         self._asked: list[tuple[Callable[[], object], threading.Event | None]] = []
         self._num_done = 0
         self._changed = threading.Condition()
@@ -76,11 +80,24 @@ class Device:
     def can_copy(self, source: Any) -> bool:
         return source._tensor.dtype not in self.not_here
 
-    def send(self, source: Any, start: int, stop: int, memory: memoryview) -> None:
-        if (address := source.address()) is None:
-            self._ask(lambda: source.send(start, stop, memory))
-        else:  # like a device, keep nothing but where it lies
+    def room(self) -> dict[torch.device, int]:
+        return {torch.device("cpu"): self.free}
+
+    def allocate(self, device: torch.device, nbytes: int) -> torch.Tensor:
+        if self.num_refused:
+            self.num_refused -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return torch.full((nbytes,), 255, dtype=torch.uint8, device=device)
+
+    def queue(self, call: partial[object]) -> None:
+        self.num_calls += 1
+        source = getattr(call.func, "__self__", None)
+        if isinstance(source, TensorReader) and (address := source.address()) is not None:
+            # Like a device, keep nothing but where it lies.
+            start, stop, memory = call.args
             self._ask(partial(ctypes.memmove, address_of(memory), address + start, stop - start))
+            return
+        self._ask(call)
 
     def hold_training(self) -> None:
         with self._changed:
@@ -131,8 +148,14 @@ class Device:
 def device(monkeypatch: pytest.MonkeyPatch, saver: dc.AsyncSaver) -> Iterator[Device]:
     """Have states copied beside the training, as on CUDA devices."""
     device = Device()
+    # So that small tensors are late, in several packs.
+    monkeypatch.setattr(device_staging, "_SMALL_NBYTES", 1 << 10)
+    monkeypatch.setattr(device_staging, "_ROWS", 16)
+    monkeypatch.setattr(device_staging, "_ROW_WORDS", 100)
+    monkeypatch.setattr(device_staging, "_PACK_NBYTES", 8 * 16 * 100)
     monkeypatch.setattr(RankSave, "cuda_devices", (torch.device("cpu"),))
     assert saver._job is not None
+    saver._job.copies_first = False
     monkeypatch.setattr(saver._job, "streams", device)
     monkeypatch.setattr(saver._job.pinned, "pin", lambda *_: None)
     yield device
@@ -163,7 +186,7 @@ def loaded(path: Path) -> dict[str, Any]:
 def test_an_optimizer_waits_before_a_step_for_what_is_copied_whether_it_is_saved_or_not(
     device: Device, saver: dc.AsyncSaver, tmp_path: Path
 ) -> None:
-    model = Model()
+    device.free, model = 0, Model()
     saved, other = (torch.optim.SGD([model.weight], lr=1.0) for _ in range(2))
     for step in range(4):
         device.may.clear()
@@ -177,9 +200,11 @@ def test_an_optimizer_waits_before_a_step_for_what_is_copied_whether_it_is_saved
         assert loaded(tmp_path / str(step))["model"]["weight"].unique().tolist() == [step]
 
 
+@pytest.mark.parametrize("free", [0, 1 << 40])
 def test_what_others_than_optimizers_may_change_is_copied_before_anything_else_is_done(
-    device: Device, saver: dc.AsyncSaver, tmp_path: Path
+    device: Device, saver: dc.AsyncSaver, tmp_path: Path, free: int
 ) -> None:
+    device.free = free
     model, loose = Model(), torch.ones(2_000)
     group = {"params": [model.weight, model.frozen], "lr": torch.tensor(1.0)}
     optimizer = torch.optim.SGD([group], momentum=0.9)
@@ -201,9 +226,11 @@ def test_what_others_than_optimizers_may_change_is_copied_before_anything_else_i
     assert found["optim"]["state"]["model.weight"]["momentum_buffer"].unique().tolist() == [-1]
 
 
+@pytest.mark.parametrize("free", [0, 1 << 40])
 def test_an_average_of_the_weights_that_requires_gradients_as_well_is_copied_before(
-    device: Device, saver: dc.AsyncSaver, tmp_path: Path
+    device: Device, saver: dc.AsyncSaver, tmp_path: Path, free: int
 ) -> None:
+    device.free = free
     model = Model()
     average = torch.optim.swa_utils.AveragedModel(
         model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
@@ -227,10 +254,114 @@ def test_an_average_of_the_weights_that_requires_gradients_as_well_is_copied_bef
     assert found["model"]["weight"].unique().tolist() == [1]
 
 
+def set_data(weight: torch.nn.Parameter) -> None:
+    weight.data = torch.full_like(weight, 5.0)
+
+
+CHANGES: dict[str, Callable[[torch.nn.Parameter], object]] = {
+    "in place": lambda weight: weight.detach().fill_(5),
+    "no version": lambda weight: weight.data.fill_(5),
+    "the bytes": lambda weight: ctypes.memset(weight.data_ptr(), 7, weight.nbytes),
+    "other memory": set_data,
+    "set_": lambda weight: weight.data.set_(torch.ones(9).untyped_storage()),
+    "smaller": lambda weight: weight.data.resize_(3).fill_(5),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_where_there_is_room_nothing_that_changes_after_a_save_gets_into_it(
+    device: Device, saver: dc.AsyncSaver, tmp_path: Path, change: str
+) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD([model.weight], lr=1.0, momentum=0.9)
+    optimizer.step()
+    state = {"model": model, "optim": optimizer}
+    handle = saver.save(state, tmp_path / "a")
+    CHANGES[change](model.weight)
+    optimizer.state[model.weight]["momentum_buffer"].fill_(5)
+    with pytest.raises(TimeoutError):
+        handle.wait_staged(0)
+    device.may.set()
+    handle.result(30)
+    found = loaded(tmp_path / "a")
+    assert found["model"]["weight"].unique().tolist() == [1]
+    assert found["optim"]["state"]["model.weight"]["momentum_buffer"].unique().tolist() == [-1]
+
+
+@pytest.mark.parametrize("free", [0, 300_000])
+@pytest.mark.parametrize("change", ["no version", "the bytes"])
+def test_a_late_tensor_that_changes_fails_the_save_and_the_next_one_copies_first(
+    device: Device, saver: dc.AsyncSaver, tmp_path: Path, change: str, free: int
+) -> None:
+    device.free = free
+    model, name = Model(), "optim.state.model.weight.momentum_buffer" if free else "model.weight"
+    optimizer = torch.optim.SGD([model.weight], lr=1.0, momentum=0.9)
+    optimizer.step()
+    state = {"model": model, "optim": optimizer}
+    late = optimizer.state[model.weight]["momentum_buffer"] if free else model.weight
+    handle = saver.save(state, tmp_path / "a")
+    CHANGES[change](cast(torch.nn.Parameter, late))
+    device.may.set()
+    with pytest.raises(dc.CheckpointError, match=r"changed while it was copied.*fence\(\)") as e:
+        handle.result(30)
+    assert name in str(e.value)
+    assert not (tmp_path / "a" / "index.json").exists()
+    device.may.clear()
+    late.data.fill_(3)
+    handle = saver.save(state, tmp_path / "b")
+    late.data.fill_(4)
+    device.may.set()
+    handle.result(30)
+    found = loaded(tmp_path / "b")
+    moved = found["optim"]["state"]["model.weight"]["momentum_buffer"]
+    assert (moved if free else found["model"]["weight"]).unique().tolist() == [3]
+
+
+@pytest.mark.parametrize("num_refused", [1, 2])
+def test_without_the_memory_that_a_device_seemed_to_have_a_save_copies_to_the_host_first(
+    device: Device, saver: dc.AsyncSaver, tmp_path: Path, num_refused: int
+) -> None:
+    device.num_refused, model = num_refused, Model()
+    optimizer = torch.optim.SGD([model.weight], lr=1.0)
+    handle = saver.save({"model": model, "optim": optimizer}, tmp_path / "a")
+    if num_refused == 2:  # none for the fingerprint either
+        model.weight.data.fill_(5)
+    device.may.set()
+    handle.result(30)
+    assert loaded(tmp_path / "a")["model"]["weight"].unique().tolist() == [0]
+
+
+def test_what_a_graph_may_replay_is_never_late(
+    device: Device, saver: dc.AsyncSaver, tmp_path: Path
+) -> None:
+    device.free, model = 0, Model()
+    optimizer = torch.optim.Adam([model.weight], lr=1.0)
+    optimizer.step()
+    optimizer.param_groups[0]["capturable"] = True
+    before = model.weight.detach().clone()
+    handle = saver.save({"model": model, "optim": optimizer}, tmp_path / "a")
+    model.weight.data.fill_(5)
+    device.may.set()
+    handle.result(30)
+    assert torch.equal(loaded(tmp_path / "a")["model"]["weight"], before)
+
+
+def test_thousands_of_tensors_take_few_calls(
+    device: Device, saver: dc.AsyncSaver, tmp_path: Path
+) -> None:
+    device.may.set()
+    state = {f"{number}": torch.full((7,), float(number)) for number in range(2000)}
+    state |= {f"b{number}": torch.ones(5).bfloat16() for number in range(2000)}
+    saver.save(state, tmp_path / "a").result(30)
+    assert device.num_calls < 5
+    found = loaded(tmp_path / "a")
+    assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
 def test_without_its_optimizer_a_model_is_copied_before_anything_else_is_done(
     device: Device, saver: dc.AsyncSaver, tmp_path: Path
 ) -> None:
-    model = Model()
+    device.free, model = 0, Model()
     other = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))])
     handle = saver.save({"model": model, "optim": dc.Named(other, ["w"])}, tmp_path / "a")
     model.weight.data.fill_(5)
@@ -276,6 +407,7 @@ def test_what_the_host_has_is_copied_between_what_a_device_has(
 def test_the_fence_and_the_next_save_wait_for_what_is_copied(
     device: Device, saver: dc.AsyncSaver, tmp_path: Path
 ) -> None:
+    device.free = 0
     model = torch.nn.Linear(200, 300, bias=False)  # nothing in it holds the training
     model.weight.data.fill_(0)
     state = {"model": model, "optim": torch.optim.SGD(model.parameters())}
@@ -321,6 +453,7 @@ def test_what_is_copied_is_kept_until_then_and_no_longer(
         """Bytes that one can watch."""
 
     memory = Memory(b"\1" * 10_000)
+    device.free = 0
     kept, model = weakref.ref(memory), Model()
     model.weight = torch.nn.Parameter(torch.frombuffer(memory, dtype=torch.float32))
     optimizer = torch.optim.SGD([model.weight])
@@ -359,12 +492,14 @@ def test_optimizers_are_let_go_of_when_the_saver_is_closed() -> None:
     held: list[int] = []
     may = threading.Event()
     fence = Fence()
-    fence.run(SimpleNamespace(hold=lambda: held.append(1)), lambda: may.wait(30))  # type: ignore[arg-type]
+    fence.run(
+        cast(Any, SimpleNamespace(hold=lambda: held.append(1))), cast(Any, lambda: may.wait(30))
+    )
     optimizer.step()
     assert held == [1]
     may.set()
     fence.close()
-    fence._end = SimpleNamespace(hold=lambda: held.append(2))  # type: ignore[assignment]
+    fence._end = cast(Any, SimpleNamespace(hold=lambda: held.append(2)))
     optimizer.step()
     assert held == [1]
 
@@ -380,9 +515,9 @@ def test_a_fence_whose_thread_cannot_be_started_holds_and_waits_for_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="new thread"):
-            fence.run(end, lambda: None)  # type: ignore[arg-type]
+            fence.run(cast(Any, end), lambda: None)
     fence.wait()
-    fence.run(end, lambda: None)  # type: ignore[arg-type]
+    fence.run(cast(Any, end), lambda: None)
     fence.close()
 
 
@@ -505,3 +640,31 @@ def test_memory_of_a_device_that_hangs_is_not_waited_for_without_end(
     with pytest.raises(dc.CheckpointError, match=r"cuda:0 has not answered for 0\.05 s"):
         arenas.pin(0, memoryview(mmap(-1, 1 << 16)), CUDA)
     may.set()
+
+
+def test_memory_is_pinned_in_pieces_and_not_at_all_if_one_is_refused(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "PIN_NBYTES", 1 << 16)
+    view = memoryview(mmap(-1, 150_000))
+    pinned = cuda.PinnedMemory(view, CUDA)
+    assert [*runtime.registered.values()] == [1 << 16, 1 << 16, 150_000 - (1 << 17)]
+    pinned.close()
+    assert not runtime.registered
+    register = runtime.cudaHostRegister
+    monkeypatch.setattr(
+        runtime, "cudaHostRegister", lambda *all_: 2 if runtime.registered else register(*all_)
+    )
+    assert cuda.PinnedMemory(view, CUDA).error == 2
+    assert not runtime.registered
+
+
+@pytest.mark.parametrize(
+    ("free", "reserved", "peak", "cached", "room"),
+    [(50, 20, 20, 0, 45), (50, 20, 40, 0, 25), (10, 20, 40, 0, 0), (10, 90, 90, 30, 30)],
+)
+def test_a_buffer_leaves_to_training_what_it_has_needed_and_a_margin(
+    free: int, reserved: int, peak: int, cached: int, room: int
+) -> None:
+    sizes = {"free": free, "total": 100, "reserved": reserved, "peak": peak, "cached": cached}
+    assert cuda.compute_room(**sizes) == room

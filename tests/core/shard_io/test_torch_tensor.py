@@ -275,7 +275,7 @@ def test_what_is_out_of_order_is_sent_in_parts(
     filled = []
     fill = TensorReader._fill
 
-    def counted(self: Any, element: int, memory: memoryview, **options: Any) -> None:
+    def counted(self: Any, element: int, memory: torch.Tensor, **options: Any) -> None:
         filled.append(memory.nbytes)
         fill(self, element, memory, **options)
 

@@ -2,5 +2,5 @@
 
 - The protocols of a reader and a target: `cell_memory.py`.
 - Their implementations, and casts: `torch_tensor.py`; without torch: `host_array.py`.
-- Copies from CUDA devices in parallel to training: `cuda.py`.
+- Copies from devices in parallel to training: `device_staging.py`; CUDA: `cuda.py`.
 """

@@ -1,10 +1,9 @@
 """Stage from CUDA devices in parallel to training: pinned arenas, and copies on side streams.
 
-A save queues all copies, in the order of the files. Tensors that any code may change come first,
-and the streams of training wait for their copies (`hold_training`). Tensors that only the
-optimizers of the state change (`LocalState.changed_in_steps`) are copied during the next forward
-and backward pass. The next optimizer step waits on the device (`Fence`). A thread waits for the
-copies, and makes no other CUDA calls.
+`device_staging.py` queues the copies. A thread waits for them, and makes no other CUDA calls. If a
+device has no room for a copy of its tensors, those that only the optimizers of the state change
+(`LocalState.changed_in_steps`) are copied during the next forward and backward pass. Then the next
+optimizer step waits on the device (`Fence`).
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -25,6 +23,7 @@ from dist_ckpt.core.runtime.host_memory import address_of
 from dist_ckpt.core.runtime.processes import running_time
 from dist_ckpt.core.runtime.threads import POLL_S, DaemonThreads, has_outcome
 from dist_ckpt.core.shard_io.memory.cell_memory import CellReader
+from dist_ckpt.core.shard_io.memory.device_staging import PIN_NBYTES, Mark
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorReader
 from dist_ckpt.errors import CheckpointError
 
@@ -78,24 +77,79 @@ class SideStreamCopies:
 
     _training: Mapping[torch.device, Stream]
     _own: Mapping[torch.device, Stream]
+    _buffers: Mapping[torch.device, BufferMemory]
 
-    def can_copy(self, reader: CellReader) -> bool:
+    def can_copy(self, reader: CellReader) -> TypeGuard[TensorReader]:
         """Return True if a reader is on these devices. The host has to copy other readers."""
         return isinstance(reader, TensorReader) and reader.device in self._own
 
-    def send(self, reader: CellReader, start: int, stop: int, memory: memoryview) -> None:
-        """Queue a copy of bytes `start` to `stop`. Both memories must exist until a later mark."""
-        assert isinstance(reader, TensorReader)
-        reader.send(start, stop, memory)
+    def room(self) -> Mapping[torch.device, int]:
+        """See `DeviceCopies.room`."""
+        return {device: memory.room() for device, memory in self._buffers.items()}
+
+    def allocate(self, device: torch.device, nbytes: int) -> torch.Tensor:
+        """See `DeviceCopies.allocate`. Free memory stays with the stream, until torch needs it."""
+        return self._buffers[device].allocate(nbytes)
+
+    def queue(self, call: Callable[[], object]) -> None:
+        """See `DeviceCopies.queue`."""
+        call()
 
     def mark(self) -> StreamMark:
-        """Return the point at which all copies that are queued now are complete."""
+        """See `DeviceCopies.mark`."""
         return StreamMark(self._own)
 
     def hold_training(self) -> None:
-        """Make the training streams wait for the copies that are queued now. The host does not."""
+        """See `DeviceCopies.hold_training`."""
         for device, stream in self._training.items():
             stream.wait_stream(self._own[device])
+
+
+# The share of a device's memory that no buffer takes: training may need more than it ever did.
+_MARGIN = 0.05
+
+
+def compute_room(*, free: int, total: int, reserved: int, peak: int, cached: int) -> int:
+    """Return how many bytes a buffer may have on a device.
+
+    Training may need its `peak` again. `cached` bytes are those of an earlier buffer, which torch
+    has not returned to the device.
+    """
+    return max(free - (peak - reserved) - int(total * _MARGIN), cached, 0)
+
+
+class BufferMemory:
+    """The memory of one device for buffers.
+
+    torch's allocator keeps the last buffer for the stream, and returns it to the device before
+    it raises an error for lack of memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cached, self._num_freed = 0, -1
+
+    def room(self) -> int:
+        """Return how many bytes the next buffer may have."""
+        free, total = torch.cuda.mem_get_info(self._device)
+        stats = torch.cuda.memory_stats(self._device)
+        is_cached = stats.get("num_device_free", -2) == self._num_freed
+        return compute_room(
+            free=free,
+            total=total,
+            reserved=stats.get("reserved_bytes.all.current", 0),
+            peak=stats.get("reserved_bytes.all.peak", 0),
+            cached=self._cached if is_cached else 0,
+        )
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Return a buffer of bytes for the current stream."""
+        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        num_freed = torch.cuda.memory_stats(self._device).get("num_device_free", -1)
+        if num_freed != self._num_freed:
+            self._cached = 0
+        self._cached, self._num_freed = max(self._cached, nbytes), num_freed
+        return buffer
 
 
 class SideStreams:
@@ -107,6 +161,7 @@ class SideStreams:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Stream] = {}
+        self._buffers: dict[torch.device, BufferMemory] = {}
 
     @contextmanager
     def copies(self, devices: Iterable[torch.device]) -> Iterator[SideStreamCopies]:
@@ -117,11 +172,12 @@ class SideStreams:
                 training[device] = torch.cuda.current_stream(device)
                 if device not in self._streams:
                     self._streams[device] = Stream(device)
+                    self._buffers[device] = BufferMemory(device)
                 own[device] = self._streams[device]
                 own[device].wait_stream(training[device])
                 stack.enter_context(torch.cuda.stream(own[device]))
             try:
-                yield SideStreamCopies(training, own)
+                yield SideStreamCopies(training, own, self._buffers)
             except BaseException:
                 for stream in own.values():
                     stream.synchronize()
@@ -132,18 +188,18 @@ class Fence:
     """Keeps weights unchanged while they are copied in parallel to training."""
 
     def __init__(self) -> None:
-        self._end: StreamMark | None = None
+        self._end: Mark | None = None
         self._thread: threading.Thread | None = None
         self._hook: RemovableHandle | None = None
 
-    def run(self, end: StreamMark, follow: Callable[[], None]) -> None:
+    def run(self, end: Mark | None, follow: Callable[[], None]) -> None:
         """Forbid changes before `end`. A thread runs `follow`, which returns when all is staged.
 
         From now on every optimizer waits before its step. Optimizers outside of the state change
         weights too, and some of them step during the backward pass.
         """
         self.wait_until_staged()
-        if self._hook is None:
+        if end is not None and self._hook is None:
             # A compiler that traces a step would store the events of one save in its code.
             wait = torch.compiler.disable(self.wait)
             self._hook = register_optimizer_step_pre_hook(
@@ -199,25 +255,39 @@ class Fence:
 
 
 class PinnedMemory:
-    """Memory that is pinned for the devices until `close`. This object keeps it mapped."""
+    """Memory that is pinned for the devices until `close`, in pieces. This object keeps it mapped.
+
+    `error` is the error code of CUDA, or 0. After an error nothing is pinned.
+    """
 
     def __init__(self, view: memoryview, device: torch.device) -> None:
         self.view = view
         self._device = device
         self._runtime = torch.cuda.cudart()
-        address, nbytes = address_of(view), view.nbytes
-        # The error code of CUDA. It is 0 if the memory is pinned.
-        register = partial(self._runtime.cudaHostRegister, address, nbytes, _PORTABLE)
-        self.error = int(_call_in_new_thread(device, register))
+        self._addresses: list[int] = []
+        self.error = _call_in_new_thread(device, self._register)
+        if self.error:
+            self.close()
+
+    def _register(self) -> int:
+        first, nbytes = address_of(self.view), self.view.nbytes
+        for start in range(0, nbytes, PIN_NBYTES):
+            address, size = first + start, min(PIN_NBYTES, nbytes - start)
+            if error := int(self._runtime.cudaHostRegister(address, size, _PORTABLE)):
+                return error
+            self._addresses.append(address)
+        return 0
+
+    def _unregister(self) -> None:
+        while self._addresses:
+            self._runtime.cudaHostUnregister(self._addresses.pop())
 
     def close(self) -> None:
         """Unpin the memory, which no copy may still use. May be called again."""
-        if self.error == 0:
-            self.error = -1
+        if self._addresses:
             # Python starts no threads at exit. After a hang the memory stays pinned.
             with suppress(RuntimeError, CheckpointError):
-                unregister = partial(self._runtime.cudaHostUnregister, address_of(self.view))
-                _call_in_new_thread(self._device, unregister)
+                _call_in_new_thread(self._device, self._unregister)
 
 
 class PinnedArenas:

@@ -84,6 +84,14 @@ class TensorReader:
             return None
         return tensor.data_ptr() + self._first * tensor.itemsize
 
+    def flat(self) -> torch.Tensor | None:
+        """Return the elements in one dimension if they are contiguous and not lazy, else None."""
+        tensor = self._tensor
+        if not tensor.is_contiguous() or _is_lazy(tensor):
+            return None
+        flat, within = tensor.view(-1), self._within
+        return flat if within is None else flat[within.start : within.stop]
+
     def read(self, start: int, stop: int, scratch: memoryview) -> memoryview:
         """Return the bytes `start` to `stop`: a view of the tensor, or a copy in `scratch`."""
         first = self._first * self._tensor.itemsize
@@ -92,8 +100,14 @@ class TensorReader:
             return memory[first + start : first + stop]
         filled = scratch[: stop - start]
         if filled.nbytes:
-            self._fill((first + start) // self._tensor.itemsize, filled)
+            words = _as_tensor(filled, _WORDS[self._tensor.itemsize])
+            self._fill((first + start) // self._tensor.itemsize, words)
         return filled
+
+    def copy_to(self, memory: torch.Tensor) -> None:
+        """Queue a copy of all bytes into a flat tensor of bytes, which is aligned."""
+        if memory.numel():
+            self._fill(self._first, memory.view(_WORDS[self._tensor.itemsize]), non_blocking=True)
 
     def send(self, start: int, stop: int, memory: memoryview) -> None:
         """Queue a copy of the bytes `start` to `stop` into `memory` on the device's current stream.
@@ -107,15 +121,15 @@ class TensorReader:
         chunk_nbytes = nbytes if is_contiguous else _MAX_SEND_NBYTES // itemsize * itemsize
         for done in range(0, nbytes, max(chunk_nbytes, 1)):
             target = memory[done : min(done + chunk_nbytes, nbytes)]
-            self._fill(self._first + (start + done) // itemsize, target, non_blocking=True)
+            words = _as_tensor(target, _WORDS[itemsize])
+            self._fill(self._first + (start + done) // itemsize, words, non_blocking=True)
 
-    def _fill(self, element: int, memory: memoryview, *, non_blocking: bool = False) -> None:
-        tensor, itemsize = self._tensor, self._tensor.itemsize
+    def _fill(self, element: int, words: torch.Tensor, *, non_blocking: bool = False) -> None:
+        tensor = self._tensor
         # Flat, any range of a contiguous tensor is one copy.
         flat = tensor.view(-1) if tensor.is_contiguous() else tensor
-        words = _as_tensor(memory, _WORDS[itemsize])
         done = 0
-        elements = ElementRange(element, element + memory.nbytes // itemsize)
+        elements = ElementRange(element, element + words.nbytes // tensor.itemsize)
         for box in split_into_boxes(elements, tuple(flat.shape)):
             values = as_words(flat[slices_of(box)].resolve_conj().resolve_neg())
             target = words[done : done + values.numel()].view(values.shape)
@@ -171,6 +185,42 @@ class TensorTarget:
         extra, extra_strides = flat.shape[1:], flat.stride()[1:]
         boxed = flat.as_strided((*piece.region.shape, *extra), (*strides, *extra_strides))
         return boxed[slices_of(within)]
+
+
+# `torch.cat` copies the bits of these. It does not know all others, or converts them.
+_JOINED = frozenset(
+    (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32)
+)
+
+
+def gather(readers: Iterable[TensorReader], memory: torch.Tensor) -> None:
+    """Queue copies of all bytes of the readers, one after another, into a flat tensor of bytes.
+
+    The memory is on their device, and each reader's part of it is aligned. Contiguous tensors of
+    one dtype are copied by one call.
+    """
+    start = 0
+    joined: list[torch.Tensor] = []
+    for reader in readers:
+        flat = reader.flat()
+        can_join = flat is not None and flat.dtype in _JOINED
+        if joined and (flat is None or flat.dtype != joined[0].dtype):
+            start = _join(joined, memory, start)
+            joined = []
+        if flat is not None and can_join:
+            joined.append(flat)
+        else:
+            reader.copy_to(memory[start : start + reader.nbytes])
+            start += reader.nbytes
+    _join(joined, memory, start)
+
+
+def _join(joined: Sequence[torch.Tensor], memory: torch.Tensor, start: int) -> int:
+    """Copy flat tensors of one dtype, and return where they end."""
+    stop = start + sum(flat.nbytes for flat in joined)
+    if start < stop:
+        torch.cat([*joined], out=memory[start:stop].view(joined[0].dtype))
+    return stop
 
 
 def synchronize(tensors: Iterable[torch.Tensor]) -> None:
@@ -235,6 +285,11 @@ def view_elements(
 def _is_lazy(tensor: torch.Tensor) -> bool:
     """Return True if the memory of a view differs from its values (lazy conj or neg)."""
     return tensor.is_conj() or tensor.is_neg()
+
+
+def bytes_of(memory: memoryview) -> torch.Tensor:
+    """Return a tensor of bytes that shares memory, which is writable and not empty."""
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _as_tensor(memory: memoryview, dtype: torch.dtype) -> torch.Tensor:
