@@ -32,6 +32,8 @@ _MAX_CHARS = 4096
 
 def state_dict_metadata(state: object) -> Mapping[str, Mapping[str, object]] | None:
     """Return the versions of modules in a state dict of torch; None if it has none."""
+    if type(state) is dict:  # it has no attributes
+        return None
     metadata = getattr(state, "_metadata", None)
     if not isinstance(metadata, Mapping):
         return None

@@ -161,8 +161,8 @@ class BindContext:
 
     def selected_leaves(self, name: str) -> list[str]:
         """Return the selected saved leaves at and below a name."""
-        saved = (leaf for leaf in (name, *self.saved.below(name)) if leaf in self.saved.leaves)
-        return [leaf for leaf in (*saved, *self._split_below(name)) if self.is_selected(leaf)]
+        split = self._split_below(name) if self._split else ()
+        return [leaf for leaf in (*self.saved.leaves_at(name), *split) if self.is_selected(leaf)]
 
     def has(self, name: str) -> bool:
         """Return True if anything is saved at or below a name."""

@@ -360,12 +360,12 @@ class FillTargets:
                 self._make_target(fill, part, cell)
                 for cell, part in zip(fill.cells, memory, strict=True)
             ]
-            if fill.reads:
-                for read in fill.reads:
-                    target = BoxTarget(read.piece, read.part, made[read.cell])
-                    targets[read.fqn, read.requested] = target
-            else:
-                targets.update(((fill.fqn, n), target) for n, target in enumerate(made, fill.first))
+            for read in fill.reads:
+                box = BoxTarget(read.piece, read.part, made[read.cell])
+                targets[read.fqn, read.requested] = box
+            if not fill.reads:
+                for number, target in enumerate(made, fill.first):
+                    targets[fill.fqn, number] = target
             if fill.scaling is not None:
                 self._to_scale.append((fill, memory))
         synchronize(self._device_tensors)  # before the first byte is written
@@ -416,7 +416,9 @@ class FillTargets:
         parts = fill.parts
         if isinstance(parts, NewTensor):
             parts = self.matcher.describe(parts.value, fill.name).parts
-        parts = _split_fused(parts, fill.resized.live_cells if fill.resized else fill.cells)
+        cells = fill.resized.live_cells if fill.resized else fill.cells
+        if len(parts) < len(cells):  # a local tensor of several pieces is one part
+            parts = tuple(split_boxes(parts[0], cells))
         return fill.resized.clip_parts(parts) if fill.resized else parts
 
     def _make_target(self, fill: _Fill, part: torch.Tensor, cell: Cell) -> Target:
@@ -509,10 +511,3 @@ def _zeros(like: torch.Tensor | ParameterPart, shape: Shape | None, dtype: str) 
     if shape is None:
         return empty_like(like, torch_dtype(dtype)).zero_()
     return like.detach().new_zeros(shape, dtype=torch_dtype(dtype))
-
-
-def _split_fused(
-    parts: tuple[torch.Tensor, ...], cells: tuple[Cell, ...]
-) -> tuple[torch.Tensor, ...]:
-    """Return the memory of each cell. A local tensor of several pieces is one part."""
-    return tuple(split_boxes(parts[0], cells)) if len(parts) < len(cells) else parts

@@ -176,12 +176,12 @@ class SavedTree:
 
     def has_copies(self, name: str) -> bool:
         """Return True if each rank has saved its own copy, by the option `replicas`."""
-        catalog, fqn = self.catalog_of(name), self.leaves.get(name, "")
-        return (
-            bool(catalog.replicas)
-            and catalog.replicas.get(split_source(fqn)[1] if self.origins and fqn else fqn)
-            == "per_rank"
-        )
+        if not self.origins:
+            replicas = self.catalog.replicas
+            return bool(replicas) and replicas.get(self.leaves.get(name, "")) == "per_rank"
+        if (fqn := self.leaves.get(name)) is None:
+            return False
+        return self.catalog_of(name).replicas.get(split_source(fqn)[1]) == "per_rank"
 
     def source_number(self, name: str) -> int:
         """Return the number of the checkpoint that has a name, or the first name below it."""
@@ -306,17 +306,21 @@ class SavedTree:
                 metadata[path] = of
         return metadata
 
-    def below(self, name: str) -> Iterator[str]:
-        """Yield the leaves below a name, sorted."""
+    def below(self, name: str) -> Sequence[str]:
+        """Return the leaves below a name, sorted."""
         return _names_below(name, self.order)
 
-    def objects_below(self, name: str) -> Iterator[str]:
-        """Yield the objects below a name, sorted."""
+    def leaves_at(self, name: str) -> Sequence[str]:
+        """Return the leaves at and below a name."""
+        return (name, *self.below(name)) if name in self.leaves else self.below(name)
+
+    def objects_below(self, name: str) -> Sequence[str]:
+        """Return the objects below a name, sorted."""
         return _names_below(name, self.objects)
 
     def contains(self, name: str) -> bool:
         """Return True if a leaf or a container has this name, or a leaf is below it."""
-        return name in self.leaves or name in self.kinds or next(self.below(name), None) is not None
+        return name in self.leaves or name in self.kinds or bool(self.below(name))
 
     def children(self, name: str) -> Sequence[tuple[PathKey, str]]:
         """Return the key and the name of each child of a saved name.
@@ -336,12 +340,11 @@ class SavedTree:
         return tuple((top[len(name) + 1 :] if name else top, top) for top in tops)
 
 
-def _names_below(name: str, ordered: Sequence[str]) -> Iterator[str]:
-    prefix = f"{name}." if name else ""
-    for number in range(bisect_left(ordered, prefix), len(ordered)):
-        if not ordered[number].startswith(prefix):
-            return
-        yield ordered[number]
+def _names_below(name: str, ordered: Sequence[str]) -> Sequence[str]:
+    if not name:
+        return ordered
+    start = bisect_left(ordered, f"{name}.")
+    return ordered[start : bisect_left(ordered, f"{name}/", start)]  # "/" follows "."
 
 
 def format_mesh(mesh: Sequence[tuple[str, int]]) -> str:
@@ -371,12 +374,9 @@ def build_saved_tree(
             "checkpoint"
         )
     # A parameter without saved state has its name only in the groups.
-    groups_by_state = {child_name(state_name(g), p): g for g, ps in groups.items() for p in ps}
-    states = {
-        state: (stem, state[len(stem) + 1 :])
-        for state, group in groups_by_state.items()
-        for stem in (state_name(group),)
-    }
+    stems = [(group, state_name(group), params) for group, params in groups.items()]
+    groups_by_state = {child_name(stem, p): group for group, stem, params in stems for p in params}
+    states = {child_name(stem, p): (stem, p) for _, stem, params in stems for p in params}
     # Only state of saved parameters moves with its parameter. Older checkpoints, and those of
     # torch's helpers, have other names in the groups.
     saved = {*catalog.tensors, *catalog.aliases, *catalog.values} if rename else set()
@@ -389,9 +389,10 @@ def build_saved_tree(
     saved_states = SavedStates(movable, groups_by_state, new_stems, main.uncut)
     made = derive_tensors(rules.with_operations, catalog, saved_states)
     used = _names_at_and_below(made.rules, (*names, *states))
-    renamed, problems = rules.apply(
-        dict.fromkeys(name for name in (*names, *states) if name not in used), movable
-    )
+    unused = dict.fromkeys((*names, *states))
+    for name in used:
+        unused.pop(name, None)
+    renamed, problems = rules.apply(unused, movable)
     problems = (*made.problems, *rules.shared_problems(made.rules), *problems)
     leaves = {new: name for name in names if (new := renamed.get(name)) is not None}
     problems += tuple(_find_clashes(leaves, made))
@@ -500,8 +501,9 @@ def _rename_groups(
 def _move_containers(tree: Iterable[Node], renamed: Mapping[str, str | None]) -> dict[str, str]:
     """Return the new name of each container."""
     moved: dict[str, str] = {}
-    for node in sorted(tree, key=lambda node: len(node.fqn), reverse=True):
-        moved[node.fqn] = _new_name(node, renamed, moved)
+    nodes = {node.fqn: node for node in tree}
+    for fqn in sorted(nodes, key=len, reverse=True):
+        moved[fqn] = _new_name(nodes[fqn], renamed, moved)
     return moved
 
 
