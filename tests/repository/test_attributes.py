@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
+from functools import cache
 
-PACKAGE = Path(__file__).parents[2] / "dist_ckpt"
+from package_trees import package_trees
 
 Functions = dict[str, ast.FunctionDef | ast.AsyncFunctionDef]
 
 
 def classes() -> Iterator[tuple[str, ast.ClassDef]]:
-    for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for module, tree in package_trees().items():
+        for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                yield f"{path.relative_to(PACKAGE)}:{node.name}", node
+                yield f"{module}:{node.name}", node
 
 
+@cache
 def methods(cls: ast.ClassDef) -> Functions:
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     return {node.name: node for node in cls.body if isinstance(node, kinds)}
@@ -29,6 +30,7 @@ def of_self(node: ast.AST) -> str | None:
     return node.attr if is_own and node.value.id == "self" else None  # type: ignore[attr-defined]
 
 
+@cache
 def stored(function: ast.AST) -> set[str]:
     """Return the attributes of `self` that get a value in a function."""
     declared = {
@@ -44,11 +46,13 @@ def stored(function: ast.AST) -> set[str]:
     }
 
 
+@cache
 def called(function: ast.AST) -> set[str]:
     calls = (node.func for node in ast.walk(function) if isinstance(node, ast.Call))
     return {name for call in calls if (name := of_self(call)) is not None}
 
 
+@cache
 def constructors(cls: ast.ClassDef) -> set[str]:
     """Return the names of the methods that make an object, and of those that only they call."""
     own = methods(cls)
@@ -61,6 +65,7 @@ def constructors(cls: ast.ClassDef) -> set[str]:
         found |= more
 
 
+@cache
 def born(cls: ast.ClassDef) -> set[str]:
     """Return the attributes that an object has once it is made, and those of its class."""
     own = methods(cls)

@@ -7,17 +7,14 @@ import re
 import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from itertools import product
 from pathlib import Path
 
+from package_trees import PACKAGE, package_trees
+
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "dist_ckpt"
-TREES = {
-    path.relative_to(PACKAGE).with_suffix("").as_posix().replace("/", "."): ast.parse(
-        path.read_text()
-    )
-    for path in sorted(PACKAGE.rglob("*.py"))
-}
+TREES = package_trees()
 # The name that an older version's writer has in its command line.
 FORMER = "dist_ckpt.writer"
 OF_FORMER = ("dist_ckpt/async_save/trainer/writer_handle.py", "tests/")
@@ -126,6 +123,7 @@ def defined() -> Iterator[tuple[str, str]]:
                 )
 
 
+@cache
 def words_of(name: str) -> set[str]:
     """Return the words in a name, and the singular of those that end in s."""
     words = {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
