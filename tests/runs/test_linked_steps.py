@@ -218,8 +218,7 @@ WRITES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("through", ["itself", "a link to it", "with /", "a dangling link"])
-@pytest.mark.parametrize("write", WRITES)
-def test_nothing_is_changed_through_a_linked_step(root: Path, write: str, through: str) -> None:
+def test_nothing_is_changed_through_a_linked_step(root: Path, through: str) -> None:
     dc.save(state(1), root.parent / "ck")
     path = root / NEWEST
     if through in ("a link to it", "with /"):
@@ -230,10 +229,11 @@ def test_nothing_is_changed_through_a_linked_step(root: Path, write: str, throug
         relink(root, "../nowhere")
     before = tree(root.parent)
     remedy = rf"{NEWEST} is a link to .*To free this name, remove the link: rm {root / NEWEST}\."
-    error = CheckpointError if write == "reshard it" and "dangling" in through else ExistsError
-    with pytest.raises(error, match=remedy if error is ExistsError else "no such folder"):
-        WRITES[write](path)
-    assert tree(root.parent) == before
+    for name, write in WRITES.items():
+        error = CheckpointError if name == "reshard it" and "dangling" in through else ExistsError
+        with pytest.raises(error, match=remedy if error is ExistsError else "no such folder"):
+            write(path)
+        assert tree(root.parent) == before, name
 
 
 @pytest.mark.parametrize(
