@@ -164,6 +164,7 @@ def test_a_real_bash_completes_what_it_ends_words_in(root: Path, tmp_path: Path)
 
 
 @pytest.mark.multi_process
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SHELLS)
 def test_a_name_of_somebody_else_is_completed_as_text_and_never_run(
     name: str, root: Path, tmp_path: Path

@@ -42,6 +42,7 @@ def each_for_itself(rank: int, root: str) -> Any:
     return plain["w"].tolist(), plain["own"].value
 
 
+@pytest.mark.sampled(3)
 def test_another_process_makes_the_same_bytes() -> None:
     state = {"w": torch.arange(3.0), "tags": {"a", "b", "c"}, "own": dc.PerRank({"x": 1})}
     code = (

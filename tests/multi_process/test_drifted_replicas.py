@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import dist_ckpt as dc
 from ranks import run_ranks
 
-pytestmark = pytest.mark.multi_process
+pytestmark = [pytest.mark.multi_process, pytest.mark.sampled(2)]
 
 RULES = {"*.num_batches_tracked": "rank0", "*.running_*": "mean"}
 

@@ -88,6 +88,7 @@ def test_every_accident_is_shown_with_both(rivals: dict[int, tuple[str, str]]) -
 
 @pytest.mark.skipif(not OURS, reason="the quick start would install: run it from .venv")
 @pytest.mark.waits
+@pytest.mark.sampled(3)
 @pytest.mark.timeout(880)  # of two trainings, on processors that the other tests use as well
 def test_the_quick_start_succeeds(tmp_path: Path) -> None:
     checkout = make_checkout(tmp_path, forked_python())

@@ -82,6 +82,7 @@ def wait_for(checkpoint: Path) -> None:
 @of_the_pinned_torch
 @pytest.mark.multi_process
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.timeout(540)
 def test_the_tutorial_goes_as_it_is_told(tmp_path: Path) -> None:
     folder = tmp_path / "me"

@@ -9,14 +9,14 @@ from __future__ import annotations
 import pytest
 
 from line_faults import CASES, KINDS, Fault, OneMoreSave, bytecodes_of_verdict, lines_of, wrong
-from long_mode import IS_LONG
+from long_mode import IS_LONG, sampled_params
 
 pytestmark = pytest.mark.waits
 
 EACH = 4 if IS_LONG else 12
 
 
-@pytest.mark.parametrize("make", CASES)
+@pytest.mark.parametrize("make", sampled_params(CASES, 3))
 def test_a_line_of_a_function_may_fail_on_one_rank(make):
     case, problems = make(), []
     for victim in (0, 1):

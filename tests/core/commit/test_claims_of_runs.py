@@ -245,7 +245,7 @@ class LateWriter(threading.Thread):
 OLD_CALLS = (1, 4, 5, 6, 7, 9, 12, 17, 25, 31, 34, 35, 36, 99)
 
 
-@pytest.mark.parametrize("number", sampled_params(OLD_CALLS, 4))
+@pytest.mark.parametrize("number", sampled_params(OLD_CALLS, 7))
 def test_a_late_writer_that_wakes_up_at_any_call_of_the_new_start_changes_nothing(
     tmp_path: Path, number: int
 ) -> None:

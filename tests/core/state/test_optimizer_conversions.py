@@ -139,7 +139,7 @@ def equal_where_torch_sets(ours: Any, torchs: Any) -> bool:
     return equal(ours["state"], torchs["state"])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("cls", "options"), [*variants()])
 def test_a_torch_state_dict_loads_as_torch_loads_it(cls: Any, options: dict[str, Any]) -> None:
     model, optimizer, can_step = trained(cls, options)

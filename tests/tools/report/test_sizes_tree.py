@@ -68,6 +68,7 @@ def test_the_smallest_of_many_share_a_box_and_nothing_is_lost() -> None:
     assert sum(row["nbytes"] for row in below(rows, 1)) == rows[0]["nbytes"]
 
 
+@pytest.mark.sampled(2)
 def test_a_hundred_thousand_tensors_make_no_more_boxes_than_a_page_shows() -> None:
     tensors = {f"m.{i % 50}.{i % 1000}.{i}": a_tensor(4 + i) for i in range(100_000)}
     rows: Any = sizes_tree(tensors)

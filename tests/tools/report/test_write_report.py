@@ -403,6 +403,7 @@ def test_a_script_that_would_end_in_its_middle_is_refused() -> None:
         written._check_script("var a = '</SCRIPT>'")
 
 
+@pytest.mark.sampled(3)
 def test_of_a_hundred_thousand_tensors_the_page_stays_small(
     saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
