@@ -418,3 +418,36 @@ def test_a_load_that_cuts_rows_does_not_count_as_a_check_of_the_whole(tmp_path: 
     for rows in (56, SAVED):
         dc.load(fresh(rows), found.path, resize=RESIZE)
         assert dc.checkpoints(tmp_path)[0].is_verified == (rows == SAVED)
+
+
+FUSED = "fused of the pieces [6, 6], and resize cannot say"
+
+
+@pytest.mark.parametrize(
+    ("world", "pieces", "shape", "words"),
+    [
+        (1, [6, 6], (12, 3), FUSED),  # another dimension
+        (2, [6, 6], (6, 3), FUSED),
+        (2, [8, 8], (8, 2), "the pieces [8, 8] in the rule are 16 together"),
+        (1, None, (16, 2), FUSED),
+    ],
+)
+def test_a_fused_tensor_is_not_resized(
+    world: int, pieces: list[int] | None, shape: tuple[int, ...], words: str
+) -> None:
+    def rules(count: int, sizes: list[int]) -> dc.ShardingConfig:
+        return dc.ShardingConfig({"tp": count}, {"w": {"tp": 0, "pieces": sizes}})
+
+    storage, whole = MemoryStorage(), torch.arange(24.0).view(12, 2)
+    save_on_threads(storage, [{"w": whole}], sharding=rules(1, [6, 6]))
+    states = [{"w": torch.full(shape, -1.0)} for _ in range(world)]
+    sharding = None if pieces is None else rules(world, pieces)
+    with pytest.raises(dc.IncompatibleError) as caught:
+        load_on_threads(storage, states, sharding=sharding, resize={"w": 2})
+    assert words in str(caught.value)
+    parts = {"q": torch.full((8, 2), -1.0), "k": torch.full((8, 2), -1.0)}
+    split = {"w": [dc.Split(), ("q", "k")]}
+    load_on_threads(storage, [parts], rename=split, resize={"q": 5, "k": 5})
+    assert torch.equal(
+        torch.cat([parts["q"][:5], parts["k"][:5]]), whole[[*range(5), *range(6, 11)]]
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from operator import mul
 
@@ -119,6 +119,8 @@ class TensorMatcher:
         shape, cells = self._find_live_cells(name, local, leaf)
         if find_resized_dim(shape, self.saved_tensor(name)[1].shape) is None:
             return None
+        if self._find_fusion_problem(name, local, leaf, shape):
+            return None  # `mismatch_text` has it
         resized = self._resize(name, shape, cells, rows, is_new=False)
         if resized and is_meta(leaf.value) and rows < resized.live:
             self._problems.append(
@@ -145,9 +147,8 @@ class TensorMatcher:
         if not record.shape or (rows := self.resized_names.find_rows(name)) is None:
             return None
         local = self.describe(parameter, name)
-        shape, cells = self._find_live_cells(
-            name, local, TensorLeaf(parameter, (rule_name, local.shape))
-        )
+        leaf = TensorLeaf(parameter, (rule_name, local.shape))
+        shape, cells = self._find_live_cells(name, local, leaf)
         saved = self.resized_names.find_parameter_shape(name) or record.shape
         wanted = ResizedParameter(rows, saved, shape).state_shape(record.shape)
         if wanted is None:
@@ -156,6 +157,9 @@ class TensorMatcher:
                 f"resized to {shape}: which dimension follows is not clear: exclude the name"
             )
         if wanted is None or wanted == record.shape:
+            return None
+        if problem := self._find_fusion_problem(name, local, leaf, wanted):
+            self._problems.append(f"{name}: {problem}")
             return None
         memory, rules = None, self._template.rules
         if wanted != shape:
@@ -188,6 +192,24 @@ class TensorMatcher:
         resized = Resized(dim, rows, saved[dim], shape[dim], shape, cells)
         self.resized.append(ResizedTensor(name, resized, is_new))
         return resized
+
+    def _find_fusion_problem(
+        self, name: str, local: LocalTensor, leaf: TensorLeaf, shape: Shape
+    ) -> str | None:
+        """Return why a fused tensor cannot be resized to a shape, or None."""
+        fqn, record = self.saved_tensor(name)
+        view, fusion = self._find_rule_view(name, local, leaf), self._saved.catalog.fused.get(fqn)
+        sizes: Sequence[int] = ()
+        if isinstance(view, RuleSharded) and view.pieces:
+            sizes = [piece.size for piece in view.pieces]
+        elif fusion is not None and fusion.dim == find_resized_dim(shape, record.shape):
+            sizes = fusion.sizes
+        if not sizes:
+            return None
+        return (
+            f"it is fused of the pieces {[*sizes]}, and resize cannot say what counts of each: "
+            "split it with rename (dc.Split) and resize these parts, or exclude the name"
+        )
 
     def _find_pieces_problem(
         self, name: str, view: RuleSharded | Flattened, leaf: TensorLeaf
@@ -256,6 +278,8 @@ class TensorMatcher:
         # The state of an optimizer follows its parameter, which is reported too.
         if leaf.parameter is not None or (dim := find_resized_dim(shape, saved)) is None:
             return text
+        if problem := self._find_fusion_problem(name, local, leaf, shape):
+            return f"{text}; {problem}"
         return (
             f"{text}. If only padding differs along dimension {dim}, load with "
             f"resize={{{name!r}: N}}: the first N count, at most {min(shape[dim], saved[dim])}"
