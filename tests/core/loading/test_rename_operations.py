@@ -351,6 +351,18 @@ def test_a_missing_expert_is_named(path: Path) -> None:
     refused(last, {"all": torch.ones(4, 2)}, rule, path, r"all: saved with shape \(3, 2\)")
 
 
+@pytest.mark.parametrize("last", [5, None, dc.PerRank(torch.ones(2))])
+def test_an_expert_that_is_no_tensor_is_named(path: Path, last: Any) -> None:
+    """Such as one that `replicas={...: "per_rank"}` saved. Other values are not in the way."""
+    dc.save({"e": {"0": torch.ones(2), "1": last, "count": 2}}, path)
+    with pytest.raises(dc.IncompatibleError, match=r"'e\.1' is not saved as a tensor"):
+        dc.load({}, path, rename={"e.{e}": [dc.Stack("e"), "x"]})
+    dc.save({"e": {"0": torch.ones(2), "count": last}}, path, overwrite=True)
+    state: dict[str, Any] = {"x": torch.zeros(1, 2)}
+    dc.load(state, path, rename={"e.{e}": [dc.Stack("e"), "x"]}, strict=False)
+    assert torch.equal(state["x"], torch.ones(1, 2))
+
+
 def test_unequal_shapes_and_dtypes_are_named(path: Path) -> None:
     rule = {"e.{e}": [dc.Stack("e"), "all"]}
     live = {"all": torch.ones(2, 2)}

@@ -349,6 +349,10 @@ def _match(
                 "load it as it is, and convert it after the load"
             )
         table[tuple(sorted(values.items()))] = DerivedTensor.of(name, record.dtype, record.shape)
+    derivation.problems += (
+        f"{rule.label}: {name!r} is not saved as a tensor, so it cannot be stacked with the others"
+        for name in _find_stacked_values(rule, pattern, catalog, table)
+    )
     records = (n.removesuffix(f".{RECORD}") for n in catalog.values if n.endswith(f".{RECORD}"))
     quantised = [name for name in records if pattern.match(name) is not None]
     if quantised:
@@ -361,6 +365,25 @@ def _match(
             f"{rule.label}: {pattern.text!r} matches no saved tensor: change or remove the rule"
         )
     return table
+
+
+def _find_stacked_values(
+    rule: OperationRule, pattern: NamePattern, catalog: Catalog, table: Collection[_Values]
+) -> list[str]:
+    """Return the values that would be stacked with tensors of the table, if they were tensors."""
+    stacked = {operation.over for operation in rule.operations if isinstance(operation, Stack)}
+
+    def rest(values: Mapping[str, str]) -> frozenset[tuple[str, str]]:
+        return frozenset(item for item in values.items() if item[0] not in stacked)
+
+    groups = {rest(dict(values)) for values in table} if stacked else set()
+    return [
+        name
+        for name in ((*catalog.values, *catalog.per_rank) if groups else ())
+        if (values := pattern.match(name)) is not None
+        and rest(values) in groups
+        and all(values[word].isdecimal() for word in stacked)
+    ]
 
 
 def _find_scale(name: str, dtype: str, names: Collection[str]) -> str | None:
