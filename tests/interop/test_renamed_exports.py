@@ -221,3 +221,13 @@ def test_rules_in_json_that_make_no_sense_are_refused(
     code, _, err = run("export", "--format", "hf", "--rename", rules, tmp_path, tmp_path / "o")
     assert code == 2
     assert "rules.json: rename" in err
+
+
+@pytest.mark.parametrize("text", ['{"a": "b", "a": "c"}', "[" * 5000])
+def test_rules_that_occur_twice_or_are_nested_too_deeply_are_refused(
+    text: str, tmp_path: Path, run: Callable[..., tuple[int, str, str]]
+) -> None:
+    (rules := tmp_path / "rules.json").write_text(text)
+    code, _, err = run("export", "--format", "hf", "--rename", rules, tmp_path, tmp_path / "o")
+    assert code == 2
+    assert "rules.json: " in err

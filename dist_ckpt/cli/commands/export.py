@@ -11,6 +11,7 @@ import click
 
 from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import ExportResult
+from dist_ckpt.core.planning.sharding_config import check_unique_keys
 from dist_ckpt.core.state.binding.sources.rename import rules_from_json
 from dist_ckpt.interop.hf import export as hf
 from dist_ckpt.interop.hf.export import DEFAULT_SHARD_SIZE
@@ -67,8 +68,9 @@ def _read_rules(context: click.Context, option: click.Parameter, file: str | Non
     if file is None:
         return None
     try:
-        return rules_from_json(json.loads(Path(file).read_text(encoding="utf-8")))
-    except (OSError, TypeError, ValueError) as error:  # such as a JSONDecodeError
+        text = Path(file).read_text(encoding="utf-8")
+        return rules_from_json(json.loads(text, object_pairs_hook=check_unique_keys))
+    except (OSError, TypeError, ValueError, RecursionError) as error:  # such as a JSONDecodeError
         raise click.BadParameter(f"{file}: {error}") from None
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Cell, Shape
 from dist_ckpt.core.format.index.index import JOINED, Catalog, Node
+from dist_ckpt.core.format.index.index_json import MAX_WORLD_SIZE
 from dist_ckpt.core.format.index.tensor_ranges import parameter_ranges
 from dist_ckpt.core.planning.name_selection import excluded_names
 from dist_ckpt.core.planning.plan import Inventory, SavePlan, TensorEntry
@@ -93,6 +94,8 @@ class ShardingConfig:
         for axis, size in mesh.items():
             if not axis or size < 1:
                 raise ValueError(f"mesh axis {axis!r} of size {size}: give a name and at least 1")
+        if prod(mesh.values()) > MAX_WORLD_SIZE:
+            raise ValueError(f"a mesh of {prod(mesh.values())} ranks: at most {MAX_WORLD_SIZE}")
         if not isinstance(self.rules, Mapping):
             raise TypeError(f"rules are a {type(self.rules).__name__}: map patterns to axes")
         rules = {pattern: parse_rule(pattern, rule, mesh) for pattern, rule in self.rules.items()}
@@ -163,8 +166,8 @@ class ShardingConfig:
     def from_json(cls, text: str) -> ShardingConfig:
         """Return the config of a JSON document. Raises ValueError or TypeError."""
         try:
-            document = json.loads(text, object_pairs_hook=_check_unique_keys)
-        except json.JSONDecodeError as error:
+            document = json.loads(text, object_pairs_hook=check_unique_keys)
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"not JSON: {error}") from error
         return cls._from_document(document)
 
@@ -187,6 +190,8 @@ class ShardingConfig:
             if file.suffix == ".json":
                 return cls.from_json(text)
             return cls._from_document(tomllib.loads(text))
+        except RecursionError as error:
+            raise ValueError(f"{file} is nested too deeply") from error
         except (ValueError, TypeError) as error:
             raise type(error)(f"{file}: {error}") from error
 
@@ -302,7 +307,8 @@ def _check_shapes(value: object) -> dict[str, Shape]:
     return {name: tuple(shape) for name, shape in value.items()}
 
 
-def _check_unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def check_unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Return an object of JSON. ValueError for a key that it has twice."""
     document = dict(pairs)
     if len(document) < len(pairs):
         raise ValueError(f"a key appears twice among {[key for key, _ in pairs]}")

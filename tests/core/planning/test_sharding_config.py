@@ -206,6 +206,8 @@ def test_a_file_says_the_same_in_json_and_toml(tmp_path: Path) -> None:
     ("name", "text", "message"),
     [
         ("a.json", "{", "not JSON"),
+        ("a.json", "[" * 5000, "not JSON"),
+        ("a.toml", "mesh = " + "[" * 5000, "nested too deeply"),
         ("a.json", "[]", "is a table, not a list"),
         ("a.json", "{}", "needs a mesh"),
         ("a.json", '{"mesh": {"dp": 2}, "mesh": {"dp": 3}}', "a key appears twice"),
@@ -240,6 +242,7 @@ def test_a_file_that_is_not_there_or_no_text_is_an_error_that_names_it(tmp_path:
         ({"mesh": {}}, ValueError, "needs a mesh"),
         ({"mesh": 4}, TypeError, "mesh is a int"),
         ({"mesh": {"dp": 0}}, ValueError, "mesh axis 'dp' of size 0"),
+        ({"mesh": {"dp": 1000, "tp": 1001}}, ValueError, "1001000 ranks: at most 1000000"),
         ({"mesh": {"": 2}}, ValueError, "mesh axis '' of size 2"),
         ({"mesh": {"dp": True}}, TypeError, "mesh has 'dp': True"),
         ({"mesh": {"dp": "2"}}, TypeError, "mesh has 'dp': '2'"),
