@@ -703,6 +703,7 @@ def save_often(rank: int, root: str, job: str, rounds: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 def test_many_saves_hold_what_was_staged_and_leak_nothing(tmp_path: Path, job: str) -> None:
     num = 2000 if IS_LONG else 200
     (found,) = run_ranks(

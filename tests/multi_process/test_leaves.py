@@ -26,7 +26,7 @@ from dist_ckpt.core.runtime.torch_private import ShardedTensor, StridedShard, cu
 from ranks import run_ranks
 from torch_can import wrap_several_boxes
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.sampled(2)]
+pytestmark = [pytest.mark.multi_process, pytest.mark.sampled(3)]
 
 WORLD_SIZE = 4
 

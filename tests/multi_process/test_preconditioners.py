@@ -17,7 +17,7 @@ from dist_ckpt.errors import IncompatibleError
 from preconditioned import Preconditioned
 from ranks import run_ranks
 
-pytestmark = [pytest.mark.multi_process, pytest.mark.sampled(2)]
+pytestmark = [pytest.mark.multi_process, pytest.mark.sampled(3)]
 
 SQUARE = [(4, 4)]
 BOTH = [(4, 4), (6, 4), (4,)]
