@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sized
+from copy import deepcopy
 from operator import index
 from typing import Any, Final, Never
 
@@ -361,6 +362,21 @@ def check_ranks(owner: object, saved_by: int, world_size: int) -> None:
             "dc.DataPosition, which continues on any number. To load this checkpoint, pass None "
             "instead to get the saved value, or exclude the name and restart the epoch"
         )
+
+
+def load_position(owner: Any, state: object) -> None:
+    """Call `load_state_dict` such that a `Loader` of torchdata.nodes is at the loaded position.
+
+    Its `state_dict()`, which a load also calls, begins a pass. The next `iter` returns this pass,
+    and not one from a position that is loaded meanwhile. A second `iter` begins there. After the
+    second load the pass of the training begins there too, and until then `state_dict()` has it.
+    """
+    library = sys.modules.get("torchdata.nodes")
+    if library is not None and isinstance(owner, library.Loader):
+        iter(owner)
+        owner.load_state_dict(deepcopy(state))
+        iter(owner)
+    owner.load_state_dict(state)
 
 
 def _check_loader(loader: Any) -> Any:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -155,3 +158,52 @@ def test_a_position_is_of_whole_numbers() -> None:
     with pytest.raises(TypeError, match="`dataset` is a int: give one with a length"):
         dc.ElasticSampler(5)  # type: ignore[arg-type]
     assert (sampler.next_pass, len([*sampler])) == ((0, 0), 10)
+
+
+class PassLoader:
+    """What a `Loader` of torchdata.nodes does: `state_dict` begins a pass that `iter` returns."""
+
+    def __init__(self) -> None:
+        self.next: Any = None
+        self.current: int | None = None
+        self.is_early = False
+
+    def __iter__(self) -> PassLoader:
+        if self.current is not None and self.is_early:
+            self.is_early = False
+            return self
+        self.current, self.next = self.next["at"] if self.next else 0, None
+        return self
+
+    def __next__(self) -> int:
+        assert self.current is not None
+        self.current += 1
+        return self.current
+
+    def load_state_dict(self, state: Any) -> None:
+        self.next = state
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.current is None:
+            iter(self)
+            self.is_early = True
+        return {"at": self.current}
+
+
+def test_a_loader_of_nodes_is_at_its_position_after_a_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = types.ModuleType("torchdata.nodes")
+    vars(nodes)["Loader"] = PassLoader
+    monkeypatch.setitem(sys.modules, "torchdata.nodes", nodes)
+    saved = PassLoader()
+    batches = iter(saved)
+    assert [next(batches) for _ in range(3)] == [1, 2, 3]
+    dc.save({"data": saved}, tmp_path / "a")
+    loaded, again, used = PassLoader(), PassLoader(), PassLoader()
+    dc.load({"data": loaded}, tmp_path / "a")
+    dc.save({"data": loaded}, tmp_path / "b")  # immediately after the load
+    dc.load({"data": again}, tmp_path / "b")
+    next(iter(used))
+    dc.load({"data": used}, tmp_path / "a")
+    assert [next(iter(loader)) for loader in (loaded, again, used)] == [4, 4, 4]

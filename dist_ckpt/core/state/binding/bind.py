@@ -64,7 +64,7 @@ from dist_ckpt.core.state.tree.state_tree import (
     requires_grad,
 )
 from dist_ckpt.core.state.wrappers import RNG, PerRank
-from dist_ckpt.data import DataPosition, check_ranks
+from dist_ckpt.data import DataPosition, check_ranks, load_position
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.message_text import MAX_LISTED, listed, names_around_remedy
 
@@ -566,7 +566,7 @@ def _load_object(
     def load() -> None:
         state = saved()
         with calling_user_code(name, owner, "load_state_dict"):
-            owner.load_state_dict(state)  # type: ignore[attr-defined]
+            load_position(owner, state)
 
     inner_loads = context.inner_loads
     if is_inner:
