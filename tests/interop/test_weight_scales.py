@@ -273,6 +273,20 @@ def test_a_scale_that_does_not_fit_is_refused(
     assert torch.equal(live, torch.full((ROWS, COLUMNS), 7.0))
 
 
+@pytest.mark.parametrize(
+    "name", ["weight_inv_scale", "weight.inverse_scale", "weight_scale_reciprocal"]
+)
+def test_a_scale_that_may_be_a_divisor_is_refused(tmp_path: Path, name: str) -> None:
+    path = folder(tmp_path, {"a.weight": codes(), f"a.{name}": factors()})
+    live = torch.full((ROWS, COLUMNS), 7.0)
+    for options in ({"dequantize": True}, {"cast": True, "strict": False}):
+        with pytest.raises(IncompatibleError, match=r"a\.weight"):
+            dc.load({"model": {"a.weight": live}}, path, **options)  # type: ignore[arg-type]
+    with pytest.raises(IncompatibleError, match="a scale that may be a factor or a divisor"):
+        dc.load({"model": {"a.weight": live}}, path, dequantize=True)
+    assert torch.equal(live, torch.full((ROWS, COLUMNS), 7.0))
+
+
 @pytest.mark.parametrize("experts", [(3, 300, 200), (2, 3, 100, 130)])
 def test_stacked_experts_have_the_blocks_of_their_last_dimensions(
     tmp_path: Path, experts: tuple[int, ...]

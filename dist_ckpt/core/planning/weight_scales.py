@@ -31,11 +31,15 @@ _SCALE_DTYPES = ("float32", "bfloat16", "float16", "float64", "float8_e8m0fnu", 
 # Words in names. A scale has a word of the first kind, and none of the second.
 _SCALE_WORDS = {"scale", "scales", "qscale", "descale", "scaling", "scb", "absmax"}
 _OTHER_WORDS = {"input", "output", "act", "activation", "activations", "prequant", "kv"} | {*"qkv"}
-_NEUTRAL_WORDS = {"inv", "global", "2", "factor", "quantizer", "quant", "block", "fp8", "e8m0"}
+_NEUTRAL_WORDS = {"inv", "global", "2", "factor", "quantizer", "quant", "block", "fp8", "e8m0"} | {
+    *("inverse", "reciprocal")
+}
 _DATA_WORDS = {"data", "qdata", "blocks", "packed"}
 _FURTHER_WORDS = {"zero", "zeros", "zp", "idx"}
 _SMOOTHING_WORDS = {"pre", "prequant", "smooth"}  # such a scale was divided out of the weight
 _UNCLEAR_WORDS = {"dequant"}  # of SmoothQuant: it may include the scale of activations
+# No format defines it: code calls the factor and its inverse so. `scale_inv` is DeepSeek's factor.
+_INVERSE = re.compile(r"inv(erse)?_(de|q)?scale|inverse|reciprocal")
 _WEIGHT_WORDS = {"weight", "w", "kernel"}
 
 _PACKED = {
@@ -121,8 +125,8 @@ class WeightScales:
             others = (n for n, text in self._beside(fqn) if _is_further(_words(text)))
             if (other := next(others, None)) is not None:
                 return f"{fqn} has {other} next to its scale"
-            if _words(_leaf(scale)) & _UNCLEAR_WORDS:
-                return f"{fqn} has a scale that may include that of activations, {scale}"
+            if (doubt := _find_doubt(_leaf(scale))) is not None:
+                return f"{fqn} has a scale that may {doubt}, {scale}"
             of_scale = self._tensors[scale].dtype
             is_e8m0 = of_scale == "uint8" and dtype in _FLOAT8
             if dtype not in (*_FLOAT8, "int8") or not (of_scale in _SCALE_DTYPES or is_e8m0):
@@ -203,6 +207,13 @@ def _is_scale(text: str, leaf: str) -> bool:
     if words - weight - _SCALE_WORDS - _NEUTRAL_WORDS - _UNCLEAR_WORDS - aliases:
         return False  # it is the scale of another tensor
     return is_weight or weight <= words
+
+
+def _find_doubt(text: str) -> str | None:
+    """Return what the name of a scale does not say, or None."""
+    if _words(text) & _UNCLEAR_WORDS:
+        return "include that of activations"
+    return "be a factor or a divisor" if _INVERSE.search(text.lower()) else None
 
 
 def _is_further(words: set[str]) -> bool:
