@@ -156,10 +156,15 @@ class LargeTensor(JsonObject, frozen=True):
 
 
 class TensorRow(LargeTensor, frozen=True):
-    """A tensor. `alias_of` is the name of the tensor that it is tied to."""
+    """A tensor. `alias_of` is the name of the tensor that it is tied to.
+
+    `pieces` are the sizes of the matrices in a fused tensor, along dimension `fused_dim`.
+    """
 
     component: str
     alias_of: str | None
+    fused_dim: int | None
+    pieces: tuple[int, ...]
 
 
 class TensorsResult(JsonDocument, tag="dist-ckpt.tensors/2", frozen=True):

@@ -349,3 +349,5 @@ def test_tensors_shows_the_pieces_of_a_fused_tensor(run: Run, tmp_path: Path) ->
     dc.save({"model": {"qkv": torch.ones(16)}}, tmp_path / "ck", sharding=config)
     _, out, _ = run("tensors", tmp_path / "ck")
     assert "pieces [8, 4, 4] along dimension 0" in out
+    (row,) = json.loads(run("tensors", tmp_path / "ck", "--json")[1])["tensors"]
+    assert (row["pieces"], row["fused_dim"]) == ([8, 4, 4], 0)
