@@ -9,6 +9,7 @@ import tracemalloc
 from collections import Counter, OrderedDict, UserDict, defaultdict, deque, namedtuple
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime, time, timedelta, timezone
+from io import BytesIO
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -355,6 +356,7 @@ class LocalTensor(torch.Tensor):
         (Options(), "Options", "store dataclasses.asdict(value), and make it again with Options("),
         (object(), "builtins.object", "plain data"),
         (iter([]), "list_iterator", "store list(value)"),
+        (BytesIO(b"a"), "_io.BytesIO", "store value.getvalue(), and make a stream of the saved"),
         ({}.keys(), "dict_keys", "store set(value)"),
         ({}.values(), "dict_values", "store list(value)"),
         (UserDict(), "UserDict", "store dict(value)"),

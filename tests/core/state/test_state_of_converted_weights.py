@@ -245,3 +245,70 @@ def test_state_that_torch_has_by_number_is_refused_too(tmp_path: Path) -> None:
     imports.from_torch(tmp_path / "c.pt", tmp_path / "c")
     assert refusal(tmp_path / "c", fresh(Second(torch.t))).startswith("optim.state.0: model.0.we")
     dc.load(fresh(Second(torch.clone)), tmp_path / "c")
+
+
+class Old(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.ModuleDict({"linear_1": nn.Linear(3, 3), "linear_2": nn.Linear(3, 3)})
+
+
+class New(nn.Module):
+    """A block whose parts have other names than in its first version, as torchvision's MLPBlock."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3))
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        for old, new in (("linear_1", "0"), ("linear_2", "2")):
+            for kind in ("weight", "bias") if metadata.get("version", 1) < 2 else ():
+                if (key := f"{prefix}mlp.{old}.{kind}") in state:
+                    state[f"{prefix}mlp.{new}.{kind}"] = state.pop(key)
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+
+
+def new_norm() -> Any:
+    return nn.utils.parametrizations.weight_norm(nn.Linear(3, 3))
+
+
+def old_norm() -> Any:
+    return nn.utils.weight_norm(nn.Linear(3, 3))
+
+
+PARTS = "parametrizations.weight.original"
+OLD_TO_NEW = {
+    f"*.{layer}.weight_{name}": f"*.{layer}.{PARTS}{number}"
+    for layer in (0, 1)
+    for name, number in (("g", 0), ("v", 1))
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
+@pytest.mark.parametrize(
+    ("before", "after", "rules"),
+    [
+        (Old, New, {"*.mlp.linear_1": "*.mlp.0", "*.mlp.linear_2": "*.mlp.2"}),
+        (old_norm, new_norm, OLD_TO_NEW),
+        (new_norm, old_norm, {new: old for old, new in OLD_TO_NEW.items()}),
+    ],
+)
+def test_state_of_renamed_parameters_is_loaded_with_the_rename_that_the_error_prints(
+    before: Any, after: Any, rules: dict[str, str], tmp_path: Path
+) -> None:
+    source, state = stepped(before(), before()), fresh(after(), after())
+    dc.save(source, tmp_path / "c")
+    text = refusal(tmp_path / "c", state)
+    assert text.startswith("the checkpoint has other names for ")
+    assert text.endswith(f": load with rename={rules!r}")
+    dc.load(state, tmp_path / "c", rename=rules)
+    assert_equal(state["optim"].state_dict()["state"], source["optim"].state_dict()["state"])
+    x = torch.randn(2, 3)
+    if after is not New:
+        assert_equal(state["model"](x), source["model"](x))
+    if before is not new_norm:
+        dc.load(fresh(after(), after()), tmp_path / "c", exclude="optim")
+    else:
+        assert refusal(tmp_path / "c", state, exclude="optim").endswith(f"rename={rules!r}")

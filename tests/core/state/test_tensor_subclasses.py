@@ -401,6 +401,25 @@ def test_a_packed_parameter_is_refused_at_the_save() -> None:
     save({"model": model})
 
 
+class Scaled(nn.Parameter):
+    """A parameter such as bitsandbytes' Int8Params: a forward moves its scales to its module."""
+
+    def __new__(cls, data: torch.Tensor, scales: torch.Tensor | None) -> Scaled:
+        made: Any = torch.Tensor._make_subclass(cls, data, False)
+        made.CB, made.SCB, made.has_fp16_weights = None, scales, False
+        return made  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("scales", [torch.ones(4), None])
+def test_an_8_bit_weight_is_refused_at_the_save_before_and_after_a_forward(scales: Any) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].weight = Scaled(torch.zeros(4, 4, dtype=torch.int8), scales)
+    with pytest.raises(TypeError, match=r"model\.0\.weight: .*Scaled .* before it is quant"):
+        save({"model": model})
+    model[0].weight = Scaled(torch.zeros(4, 4), None)
+    assert load(save({"model": model}), {"model": model}).problems == ()
+
+
 NAN = float("nan")
 
 

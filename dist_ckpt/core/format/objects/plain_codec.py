@@ -119,6 +119,8 @@ def _refusal(value: object) -> str:
             "in the state, tensors and arrays must be in dicts, lists and tuples only; in a config "
             "or metadata store value.tolist()"
         )
+    elif hasattr(cls, "getvalue"):
+        remedy = "store value.getvalue(), and make a stream of the saved value after the load"
     elif line := next((line for c, line in _REMEDIES.items() if isinstance(value, c)), None):
         remedy = f"store {line}"
     else:

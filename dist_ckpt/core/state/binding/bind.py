@@ -31,7 +31,11 @@ from dist_ckpt.core.state.binding.bind_optimizers import bind_optimizer
 from dist_ckpt.core.state.binding.conversions.conversion_decision import is_in
 from dist_ckpt.core.state.binding.matching.dequantizer import NO_CASTING, Casting
 from dist_ckpt.core.state.binding.required_keys import find_missing_keys, read_keys
-from dist_ckpt.core.state.binding.sources.rename import suggest_rules
+from dist_ckpt.core.state.binding.sources.rename import (
+    suggest_moves,
+    suggest_rules,
+    weight_norm_twins,
+)
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, build_saved_tree
 from dist_ckpt.core.state.binding.template import Template, live_children, read_template
 from dist_ckpt.core.state.binding.values import (
@@ -139,7 +143,7 @@ class Binding:
         if saved.problems:
             # With an invalid rename the names are unknown.
             self.unrequested = ()
-        elif context.strict and self.missing:
+        elif context.strict and (self.missing or context.moved):
             self._explain_missing()
         # This check may call user code, so it runs only without other problems.
         for name, generators, value in () if self.problems else context.generators:
@@ -155,17 +159,22 @@ class Binding:
         # A suggested rule could not apply after the user's own rename.
         is_renamed = saved.dropped or any(name != fqn for name, fqn in saved.leaves.items())
         unrequested = () if is_renamed else self.unrequested
-        rules, misnamed = suggest_rules(self.missing, unrequested, requested)
+        moved = {**self._context.moved, **weight_norm_twins(self.missing, unrequested)}
+        rules, misnamed = suggest_moves(unrequested, moved, saved.leaves)
+        fact = "other names"
+        if not misnamed:
+            rules, misnamed = suggest_rules(self.missing, unrequested, requested)
+            fact = "another prefix"
         if misnamed:
             text, _ = _list_names([*misnamed])
-            problem = (
-                f"the checkpoint has another prefix for {text}, as if the module was inside a "
-                f"wrapper or a list: load with rename={rules!r}"
+            like = ", as if the module was inside a wrapper or a list" * (fact == "another prefix")
+            self.problems += (
+                f"the checkpoint has {fact} for {text}{like}: load with rename={rules!r}",
             )
-            self.problems += (problem,)
-            self.unrequested = tuple(f for f in self.unrequested if f not in misnamed.values())
         # A saved parameter group is missing too if its parameters have other names.
         explained = {*misnamed, *(n for n in self.missing if misnamed and n in saved.leaves)}
+        known = {*misnamed.values(), *explained}
+        self.unrequested = tuple(name for name in self.unrequested if name not in known)
         lacking: dict[tuple[str, ...] | None, list[str]] = {}
         for name in self.missing:
             if name not in explained:

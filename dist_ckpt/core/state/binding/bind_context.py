@@ -106,8 +106,8 @@ class BindContext:
         # The saved objects for which the state has an object or a dict.
         self.live_objects: set[str] = set()
         self.generators: list[tuple[str, RNG, Value]] = []
-        # The id() of parameters, and the state that is loaded for them. The checks compare it.
-        self.parameter_states: list[tuple[int, str]] = []
+        self.parameter_states: list[tuple[int, str]] = []  # id() of parameters, and their state
+        self.moved: dict[str, str] = {}  # saved names of parameters that conversions rename
         self.state_checks: list[Callable[[], None]] = []
         self._selection, self._keys = selection, keys or {}
         self._split: dict[str, object] = {}  # the items of split values by name

@@ -183,6 +183,9 @@ def _plan_staging(
     known = plan.rehearsal or Rehearsal()
     for name in names.missing & known.missing:
         context.missing[child_name(fqn, name)] = None
+    for key, params in names.parameters().items():
+        if (origin := known.origins.get(key)) is not None and origin not in params:
+            context.moved[child_name(fqn, origin)] = child_name(fqn, params[0])
     values = names.request(plan.scopes, known.unexpected)
     inside = frozenset(name for name in part.keys if is_in(name, plan.scopes))
     after = None if plan.rehearsal else check.warn

@@ -103,6 +103,11 @@ def _remedy_of_class(tensor: torch.Tensor) -> str | None:
             "its memory is not its value; store the plain tensors in it, or give the class "
             "`__tensor_flatten__` and `__tensor_unflatten__`"
         )
+    if tensor.dtype == torch.int8 and "SCB" in vars(tensor):  # Int8Params, also after a forward
+        return (
+            "its scales are outside of it (bitsandbytes), and cannot be loaded; save and load the "
+            "model before it is quantized, and quantize it after that"
+        )
     for name, value in vars(tensor).items():
         if not _is_setting(value):
             return (

@@ -315,6 +315,67 @@ def suggest_rules(
     return (rules, covered) if fits else ({}, {})
 
 
+def suggest_moves(
+    free: Collection[str], moved: Mapping[str, str], saved: Collection[str]
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return rules for parameters that have other names in a checkpoint, and for their state.
+
+    `moved` has the saved names of parameters, and their names in the state. Those are used that are
+    in `free`, the unrequested saved names, alone or in a name of optimizer state. `saved` are all
+    saved names. The results are those of `suggest_rules`.
+    """
+    expected: dict[str, str] = {}
+    used: dict[str, str] = {}
+    unrequested = frozenset(free)
+    for name in saved if moved else ():
+        if (old := next(filter(moved.__contains__, _parts_of_names(name)), None)) is not None:
+            expected[name] = f".{name}.".replace(f".{old}.", f".{moved[old]}.", 1).strip(".")
+            used |= {old: moved[old]} if name in unrequested else {}
+    if not used:
+        return {}, {}
+    covered = {expected[name]: name for name in free if name in expected}
+    names = [*dict.fromkeys((*saved, *used))]
+    for rules in (dict(_shorten(old, new) for old, new in used.items()), used):
+        renamed, problems = parse_rename(rules).apply(names)
+        fits = all(renamed.get(old) == new for old, new in used.items())
+        if fits and not problems and all(renamed[n] in (n, expected.get(n)) for n in saved):
+            return rules, covered
+    return {}, {}
+
+
+def _parts_of_names(name: str) -> Iterator[str]:
+    """Yield all names in a name: those above it, also without the names above these."""
+    parts = name.split(".")
+    for start in range(len(parts)):
+        for stop in range(len(parts), start, -1):
+            yield ".".join(parts[start:stop])
+
+
+def weight_norm_twins(missing: Iterable[str], free: Collection[str]) -> dict[str, str]:
+    """Return free saved names of torch's two forms of `weight_norm`, and the missing names."""
+    twins: dict[str, str] = {}
+    for name in missing:
+        above, _, key = name.rpartition(".")
+        for suffix, number in (("_g", 0), ("_v", 1)):
+            other = child_name(
+                above, f"parametrizations.{key.removesuffix(suffix)}.original{number}"
+            )
+            if key.endswith(suffix) and other in free:
+                twins[other] = name
+    return twins
+
+
+def _shorten(old: str, new: str) -> tuple[str, str]:
+    """Return a rule without the equal starts and ends of two names, but for one part."""
+    before, after = old.split("."), new.split(".")
+    while min(len(before), len(after)) > 1 and before[-1] == after[-1]:
+        before.pop(), after.pop()
+    equal = len([*takewhile(lambda pair: eq(*pair), zip(before, after, strict=False))])
+    start = max(min(equal, len(before) - 1, len(after) - 1) - 1, 0)
+    star = "*." if start else ""
+    return star + ".".join(before[start:]), star + ".".join(after[start:])
+
+
 def _prefixes(name: str, free: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield pairs of prefixes (saved, wanted) for a missing name; one contains the other."""
     wanted = name.split(".")
