@@ -659,3 +659,29 @@ def test_what_has_no_format_is_refused_with_the_way_on(tmp_path: Path) -> None:
         imports.detect_format(tmp_path / "run" / "step-1")
     with pytest.raises(NotFoundError, match="does not exist"):
         imports.detect_format(tmp_path / "nothing")
+
+
+def test_what_is_left_out_of_an_export_leaves_a_file_that_loads(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(4)).sum().backward()
+    optimizer.step()
+    state = {"model": model, "optim": optimizer, "position": {"step": 1}}
+    dc.save(state, tmp_path / "loop")
+    dc.save({**state, "trainer": {"epoch": 2}}, tmp_path / "fit")
+
+    write_files.export_accelerate(tmp_path / "loop", tmp_path / "a", exclude="optim.state.*")
+    write_files.export_lightning(tmp_path / "fit", tmp_path / "b.ckpt", exclude="optim.state.*")
+    states = [torch.load(tmp_path / "a" / "optimizer.bin")]
+    states += torch.load(tmp_path / "b.ckpt")["optimizer_states"]
+    expected = torch.optim.AdamW(model.parameters()).state_dict()
+    for found in states:
+        assert found == expected
+        optimizer.load_state_dict(found)  # without state, as a new one
+
+    write_files.export_accelerate(tmp_path / "loop", tmp_path / "c", exclude="optim")
+    write_files.export_lightning(tmp_path / "fit", tmp_path / "d.ckpt", exclude="optim")
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["pytorch_model.bin"]
+    assert torch.load(tmp_path / "d.ckpt").keys() == {"epoch", "state_dict"}
+    with pytest.raises(ValueError, match="leaves nothing"):
+        write_files.export_accelerate(tmp_path / "loop", tmp_path / "e", exclude=["optim", "model"])

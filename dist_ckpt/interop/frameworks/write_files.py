@@ -83,22 +83,21 @@ def _build_lightning(exclude: list[str], saved: SavedTree, path: str) -> TorchSt
 
 def _of_callback(state: dict[str, Any]) -> dict[str, Any]:
     """Return the contents of a file from the state of `LightningCheckpoint`."""
-    optim = state["optim"]
-    optimizers = (
-        [optim] if "param_groups" in optim else [optim[key] for key in sorted(optim, key=int)]
-    )
-    rest = {key: value for key, value in state["trainer"].items() if key != "ended_by"}
-    return {
-        **rest,
-        "state_dict": state["model"],
-        "optimizer_states": [*map(number_params, optimizers)],
-    }
+    trainer = state.get("trainer", {})
+    contents = {key: value for key, value in trainer.items() if key != "ended_by"}
+    if "model" in state:
+        contents["state_dict"] = state["model"]
+    if (optim := state.get("optim")) is not None:
+        is_one = "param_groups" in optim
+        optimizers = [optim] if is_one else [optim[key] for key in sorted(optim, key=int)]
+        contents["optimizer_states"] = [*map(number_params, optimizers)]
+    return contents
 
 
 def _of_import(state: dict[str, Any]) -> dict[str, Any]:
     """Return the contents of a file from the state of `from_lightning`."""
     state = dict(state)
-    contents = {"state_dict": state.pop("model")}
+    contents = {"state_dict": state.pop("model")} if "model" in state else {}
     optimizers = []
     for number in count():
         if (name := numbered_name("optim", number)) not in state:
@@ -164,7 +163,13 @@ def plan_accelerate(
     opened = OpenCheckpoint.at(storage, path, make=make_torch_value)
     saved = build_saved_tree(opened.catalog, opened.objects(), opened.objects)
     selection = parse_selection(None, exclude)
-    files = _find_files(saved, path)
+    files = {
+        file: name
+        for file, name in _find_files(saved, path).items()
+        if any(fqn in selection for fqn in [*saved.below(name)] or [name])
+    }
+    if not files:
+        raise ValueError(f"{selection} leaves nothing: give other patterns")
     builds = {file: partial(_build_component, name, selection) for file, name in files.items()}
     built = {file: build(saved, path)[1] for file, build in builds.items()}
     sizes = {file: sum(tensor.nbytes for tensor in tensors) for file, tensors in built.items()}

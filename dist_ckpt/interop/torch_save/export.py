@@ -310,11 +310,13 @@ class _StateWalk:
             saved.catalog.tensors.keys() | saved.catalog.aliases.keys()
         )
         self._models = find_trained_models(saved.main, tensors, above)
-        # The optimizer of each group, and of each list of groups.
+        # The optimizer of each group, of each list of groups, and of each state: `load_state_dict`
+        # needs both.
         self._optimizers: dict[str, str] = {}
         for group in saved.params:
             groups = group.rpartition(".")[0]
-            self._optimizers |= dict.fromkeys((group, groups), groups.rpartition(".")[0])
+            optimizer = groups.rpartition(".")[0]
+            self._optimizers |= dict.fromkeys((group, groups, f"{optimizer}.state"), optimizer)
 
     def build(self, name: str) -> object:
         """Return the value under a name."""
