@@ -619,6 +619,49 @@ def test_an_import_of_accelerate_is_exported_as_the_same_files(kind: str, tmp_pa
         write_files.export_accelerate(tmp_path / "ours", tmp_path / "back")
 
 
+class Plain:
+    """A scheduler, or another object, whose state is a plain value."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, int]:
+        return {"0": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["0"]
+
+
+def test_each_of_several_objects_of_accelerate_has_its_file(tmp_path: Path) -> None:
+    weights = [{"0": torch.ones(2)}, {"0": torch.zeros(2)}]
+    objects = [Plain(3), Plain(4)]
+    one = {"model": weights[0], "scheduler": objects[0], "custom": objects[0]}
+    two = {
+        name: {"0": first, "1": second}
+        for name, (first, second) in (
+            ("model", weights),
+            ("scheduler", objects),
+            ("custom", objects),
+        )
+    }
+    expected = {
+        "pytorch_model.bin": weights[0],
+        "scheduler.bin": {"0": 3},
+        "custom_checkpoint_0.pkl": {"0": 3},
+    }
+    more = {
+        "pytorch_model_1.bin": weights[1],
+        "scheduler_1.bin": {"0": 4},
+        "custom_checkpoint_1.pkl": {"0": 4},
+    }
+    for number, (objects_by_name, files) in enumerate([(one, expected), (two, expected | more)]):
+        folder = tmp_path / f"{number}"
+        dc.save({**objects_by_name, "position": 1, "rng": 2}, folder / "ours")
+        write_files.export_accelerate(folder / "ours", folder / "back")
+        found = {path.name: torch.load(path) for path in (folder / "back").iterdir()}
+        assert same(found, files)
+
+
 def test_what_a_framework_did_not_save_is_no_file_of_it(tmp_path: Path) -> None:
     dc.save({"model": torch.nn.Linear(2, 2), "optim": {}}, tmp_path / "ours")
     for export in (write_files.export_lightning, write_files.export_accelerate):

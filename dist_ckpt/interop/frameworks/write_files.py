@@ -206,9 +206,11 @@ def _find_files(saved: SavedTree, path: str) -> dict[str, str]:
 
 def _is_numbered(saved: SavedTree, name: str) -> bool:
     """Return True if a component of `AcceleratedRun` has several objects, by number."""
-    keys = [str(key) for key, _ in saved.children(name)]
-    has_tensors = any(child in saved.leaves for _, child in saved.children(name))
-    return bool(keys) and keys == [str(n) for n in range(len(keys))] and not has_tensors
+    children = {str(key): child for key, child in saved.children(name)}
+    # The state of a scheduler is a plain value.
+    values = [saved.main.get(saved.leaves[c]) for c in children.values() if c in saved.leaves]
+    are_numbers = [*children] == [str(number) for number in range(max(1, len(children)))]
+    return are_numbers and all(isinstance(value, dict) for value in values)
 
 
 def _build_component(name: str, selection: Selection, saved: SavedTree, path: str) -> TorchState:
