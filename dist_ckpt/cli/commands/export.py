@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -13,53 +12,22 @@ from dist_ckpt.cli import output, shared_options
 from dist_ckpt.cli.results import ExportResult
 from dist_ckpt.core.planning.sharding_config import check_unique_keys
 from dist_ckpt.core.state.binding.sources.rename import rules_from_json
-from dist_ckpt.interop.hf import export as hf
 from dist_ckpt.interop.hf.export import DEFAULT_SHARD_SIZE
 from dist_ckpt.interop.registry import reader_module
-from dist_ckpt.interop.shrew import files
 from dist_ckpt.message_text import format_size
 from dist_ckpt.tools.new_files import WritePlan
 
-
-def _plan_dcp(source: str, file: str, *, overwrite: bool, **options: Any) -> WritePlan[int]:
-    if overwrite:
-        raise click.UsageError("--overwrite is not for --format dcp: remove the folder first")
-    from dist_ckpt.interop.dcp.export import plan_export  # noqa: PLC0415  (it needs torch)
-
-    return plan_export(source, file, **options)
-
-
-def _plan_torch(source: str, file: str, **options: Any) -> WritePlan[int]:
-    from dist_ckpt.interop.torch_save.export import plan_export_file  # noqa: PLC0415  (it needs torch)
-
-    return plan_export_file(source, file, **options)
-
-
-def _plan_lightning(source: str, file: str, **options: Any) -> WritePlan[int]:
-    module = reader_module("frameworks.write_files")  # it needs torch
-    plan: WritePlan[int] = module.plan_lightning(source, file, **options)
-    return plan
-
-
-def _plan_accelerate(source: str, file: str, *, overwrite: bool, **options: Any) -> WritePlan[int]:
-    if overwrite:
-        raise click.UsageError("--overwrite is not for --format accelerate: remove the folder")
-    module = reader_module("frameworks.write_files")  # it needs torch
-    plan: WritePlan[int] = module.plan_accelerate(source, file, **options)
-    return plan
-
-
-# The function that plans each format, and the options that it takes.
+# The module of each format in `interop/`, its function that plans, and the options that it takes.
 _GLOBS = frozenset({"include", "exclude"})
 _NAMES = _GLOBS | {"rename"}
 _HF_OPTIONS = _NAMES | {"only", "dtype", "max_shard_size", "reflink", "adapter", "name"}
-_FORMATS: Mapping[str, tuple[Callable[..., WritePlan[int]], frozenset[str]]] = {
-    "shrew": (files.plan_export_file, _GLOBS | {"version"}),
-    "hf": (hf.plan_export, _HF_OPTIONS),
-    "dcp": (_plan_dcp, _NAMES),
-    "torch": (_plan_torch, _NAMES | {"only"}),
-    "lightning": (_plan_lightning, frozenset({"exclude"})),
-    "accelerate": (_plan_accelerate, frozenset({"exclude"})),
+_FORMATS: Mapping[str, tuple[str, str, frozenset[str]]] = {
+    "shrew": ("shrew.files", "plan_export_file", _GLOBS | {"version", "overwrite"}),
+    "hf": ("hf.export", "plan_export", _HF_OPTIONS | {"overwrite"}),
+    "dcp": ("dcp.export", "plan_export", _NAMES),
+    "torch": ("torch_save.export", "plan_export_file", _NAMES | {"only", "overwrite"}),
+    "lightning": ("frameworks.write_files", "plan_lightning", frozenset({"exclude", "overwrite"})),
+    "accelerate": ("frameworks.write_files", "plan_accelerate", frozenset({"exclude"})),
 }
 
 
@@ -117,14 +85,7 @@ def _read_rules(context: click.Context, option: click.Parameter, file: str | Non
 @shared_options.dry_run
 @shared_options.json
 def export(
-    format_: str,
-    source: str,
-    file: str,
-    *,
-    overwrite: bool,
-    dry_run: bool,
-    as_json: bool,
-    **of_format: object,
+    format_: str, source: str, file: str, *, dry_run: bool, as_json: bool, **of_format: object
 ) -> None:
     """Write the checkpoint SOURCE as FILE, for another system.
 
@@ -146,12 +107,13 @@ def export(
     dist-ckpt export --format dcp runs/a@latest for-dcp
     dist-ckpt export --format torch --only model runs/a@latest model.pt
     """
-    make_plan, names = _FORMATS[format_]
+    module, function, names = _FORMATS[format_]
     options = {name: value for name, value in of_format.items() if value not in (None, (), False)}
     for name in options.keys() - names:
-        raise click.UsageError(f"--{name.replace('_', '-')} is not for --format {format_}")
+        way = ": remove the folder first" if name == "overwrite" else ""
+        raise click.UsageError(f"--{name.replace('_', '-')} is not for --format {format_}{way}")
     with output.needs_torch("--dtype" if "dtype" in options else f"--format {format_}"):
-        plan = make_plan(source, file, overwrite=overwrite, **options)
+        plan: WritePlan[int] = getattr(reader_module(module), function)(source, file, **options)
         nbytes = output.run_plan(plan, "export", dry_run=dry_run, as_json=as_json)
     if nbytes is not None:
         document = ExportResult(path=file, format=format_, nbytes=nbytes)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence, Set
 from contextlib import ExitStack
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -369,7 +368,7 @@ def set_under_live_keys(planner: LoadPlanner, fqn: str, value: object) -> bool:
     key = _live_key(container, last)
     if (is_text and key is last) or not isinstance(container, MutableMapping | list):
         return False
-    container[key] = deepcopy(value)
+    container[key] = value
     return True
 
 

@@ -8,13 +8,14 @@ The first model is `model`, the next `model_1`. The same holds for `optim`, `sch
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.errors import IncompatibleError, NotFoundError
 from dist_ckpt.interop.dcp import read as dcp_files
 from dist_ckpt.interop.hf import read as safetensors_files
+from dist_ckpt.interop.readers.model_files import find_model
 from dist_ckpt.interop.readers.nested_state import ImportFilter, NestedState, Path, numbered_name
 from dist_ckpt.interop.readers.torch_pickles import NumpyArray, TensorView
 from dist_ckpt.interop.readers.virtual_checkpoint import MODEL, ForeignState
@@ -41,27 +42,16 @@ def read(storage: Storage, path: str, import_filter: ImportFilter) -> ForeignSta
     except (FileNotFoundError, NotADirectoryError):
         raise NotFoundError(f"{path}: the folder does not exist; check the path") from None
     folder = _Folder(storage, path, import_filter)
-    for entry in entries:
-        if not entry.name.endswith(_SUFFIXES_WITHOUT_STATE):
-            folder.add(entry.name)
-    _check_model_parts({entry.name for entry in entries}, path)
+    names = [entry.name for entry in entries if not entry.name.endswith(_SUFFIXES_WITHOUT_STATE)]
+    for name in names:
+        folder.add(name)
+    for suffix in (".safetensors", ".bin"):
+        find_model(names, suffix, path)  # NotFoundError if one of its files is missing
     if not folder.num_known:
         raise NotFoundError(
             f"{path} has no file of accelerate's save_state, such as optimizer.bin; check the path"
         )
     return folder.nested.state()
-
-
-def _check_model_parts(names: Set[str], path: str) -> None:
-    """Raise NotFoundError if one of a model's files is missing."""
-    matches = filter(None, map(_MODEL_PART.fullmatch, sorted(names)))
-    for stem, width, total, suffix in dict.fromkeys((m[1], len(m[2]), m[3], m[4]) for m in matches):
-        parts = (f"{stem}-{n:0{width}}-of-{total}{suffix}" for n in range(1, int(total) + 1))
-        if (missing := next((name for name in parts if name not in names), None)) is not None:
-            raise NotFoundError(
-                f"{path} lacks {missing}, but has others of the {total} files of a model: copy it "
-                f"there"
-            )
 
 
 class _Folder:
@@ -175,9 +165,6 @@ _COMPONENTS = {
     "optimizer": "optim",
     "dl_state_dict": "dataloader",
 }
-
-# One of several files of a model.
-_MODEL_PART = re.compile(r"(model|pytorch_model)-(\d+)-of-(\d+)(\.safetensors|\.bin)")
 
 _RANK_FILE = (
     " is the file of one FSDP rank, which only the same number of ranks can read: save with "

@@ -29,7 +29,6 @@ from dist_ckpt.interop.readers.virtual_checkpoint import (
     ForeignChunk,
     ForeignState,
     ForeignTensor,
-    ScaledCell,
     read_chunk,
 )
 from dist_ckpt.message_text import listed
@@ -75,7 +74,7 @@ def _without(node: Node, names: frozenset[str]) -> Node:
 
 def _scaled(tensor: ForeignTensor, weight: ScaledWeight, loader: _ScaleLoader) -> ForeignTensor:
     chunks = tuple(
-        replace(chunk, scaled=ScaledCell(partial(_multiply, tensor, chunk, weight, loader)))
+        replace(chunk, multiply=partial(_multiply, tensor, chunk, weight, loader))
         for chunk in tensor.chunks
     )
     return replace(tensor, dtype="float32", chunks=chunks)

@@ -115,22 +115,13 @@ def _multiply(left: int, right: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class ScaledCell:
-    """How the elements of a cell, of one byte each in the file, are multiplied by a scale.
-
-    `multiply(first, data)` returns the float32 of elements from number `first` of the cell on.
-    """
-
-    multiply: Callable[[int, memoryview], memoryview]
-
-
-@dataclass(frozen=True, slots=True)
 class ForeignChunk:
     """A cell of a tensor, little-endian in a file, from byte `start` on, within `record`.
 
     It is row-major, unless it has `strides`. Then a read copies the whole cell into row-major
     order, in memory. `data` has the bytes that are not in the file as they are; `start` counts in
-    them. With `scaled`, a read multiplies the elements.
+    them. `multiply(first, data)` returns the float32 of elements of one byte each, from number
+    `first` of the cell on; without it, a read returns the elements as they are.
     """
 
     cell: Cell
@@ -139,7 +130,7 @@ class ForeignChunk:
     strides: Shape | None = None
     record: CheckedRange | None = None
     data: bytes | None = None
-    scaled: ScaledCell | None = None
+    multiply: Callable[[int, memoryview], memoryview] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +239,7 @@ class _RecordChecks:
         for tensor in tensors:
             for chunk in tensor.chunks:
                 nbytes = chunk.cell.numel * DTYPES[tensor.dtype].itemsize
-                is_plain = chunk.strides is None and chunk.scaled is None
+                is_plain = chunk.strides is None and chunk.multiply is None
                 sizes.setdefault(chunk.record, []).append(nbytes if is_plain else -1)
         self._by_parts = {record for record in sizes if record and sizes[record] == [record.nbytes]}
         # The CRC-32 of the parts so far, as a part of the record's, and the size of these parts.
@@ -405,7 +396,7 @@ class _VirtualFile:
         inner = self._inner if chunk.data is None else BytesFile(chunk.data)
         if self._checks is not None:
             self._checks.begin(chunk, self._inner)
-        if chunk.scaled is not None:
+        if chunk.multiply is not None:
             return self._read_scaled(number, within, target)
         if chunk.strides is None:
             count = inner.read_into(chunk.start + within, target)
@@ -429,7 +420,7 @@ class _VirtualFile:
     def _read_scaled(self, number: int, within: int, target: memoryview) -> int:
         """Read elements of one byte, and multiply them by their scale into float32."""
         span, chunk = self._segments[number]
-        assert chunk.scaled is not None
+        assert chunk.multiply is not None
         end = min(within + len(target), span.nbytes)
         first, stop = within // 4, -(-end // 4)
         if chunk.strides is not None:
@@ -438,7 +429,7 @@ class _VirtualFile:
             inner = self._inner if chunk.data is None else BytesFile(chunk.data)
             data = memoryview(bytearray(stop - first))
             data = data[: inner.read_into(chunk.start + first, data)]
-        products = chunk.scaled.multiply(first, data) if data else data
+        products = chunk.multiply(first, data) if data else data
         part = products[within - 4 * first : end - 4 * first]
         target[: len(part)] = part
         return len(part)
