@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import dist_ckpt as dc
+from dist_ckpt.core.format.index.index import FOREIGN_ATTEMPT
+from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import IncompatibleError
 from dist_ckpt.interop import imports
+from dist_ckpt.interop.hf.read import open_folder
+from dist_ckpt.interop.readers import dequantized_state
 from ranks import run_ranks
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -87,8 +93,9 @@ FORMS: dict[str, tuple[str, tuple[int, ...], tuple[int, int]]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2, torch.int8], ids=str)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "dtype"), [*((f, E4M3) for f in FORMS), ("deepseek", E5M2), ("rows", torch.int8)]
+)
 def test_a_weight_is_the_product_of_its_elements_and_its_scale(
     tmp_path: Path, form: str, dtype: torch.dtype
 ) -> None:
@@ -330,6 +337,24 @@ def test_an_import_multiplies_weights_by_their_scales(
         found = {**found, **found.pop("a", {})} if "a" in found else found
         assert {n.removeprefix("a.") for n in found} == {"weight", "bias"}
         assert torch.equal({n.removeprefix("a."): t for n, t in found.items()}["weight"], product)
+
+
+def test_any_bytes_of_products_can_be_read(tmp_path: Path) -> None:
+    weight, scale = codes(shape=(4, 5)), factors(4, 1)
+    folder(tmp_path, {"w.weight": weight, "w.weight_scale": scale})
+    convert = partial(dequantized_state.dequantize, LocalStorage(), lambda _: True)
+    files = open_folder(LocalStorage(), str(tmp_path), ["model.safetensors"], convert)
+    assert files is not None
+    names = [entry.name for entry in files.list(f"{tmp_path}/{FOREIGN_ATTEMPT}")]
+    (name,) = (name for name in names if name.endswith(".safetensors"))
+    with closing(files.open(f"{tmp_path}/{FOREIGN_ATTEMPT}/{name}")) as file:
+        whole = memoryview(bytearray(file.nbytes))
+        assert file.read_into(0, whole) == file.nbytes
+        product = (weight.float() * scale).numpy().tobytes()
+        assert bytes(whole[-len(product) :]) == product
+        for first in range(file.nbytes - len(product) - 3, file.nbytes, 7):
+            part = memoryview(bytearray(6))
+            assert part[: file.read_into(first, part)] == whole[first : first + 6]
 
 
 def test_an_import_takes_the_sizes_of_blocks_from_the_config(tmp_path: Path) -> None:

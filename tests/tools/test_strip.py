@@ -16,7 +16,7 @@ from dist_ckpt.core.commit.records.protections import LEASE, PIN, protections_of
 from dist_ckpt.core.commit.records.record_store import read_annotations
 from dist_ckpt.core.commit.removal import remove_garbage
 from dist_ckpt.core.commit.transaction import Transaction
-from dist_ckpt.core.format.objects.objects_file import decode
+from dist_ckpt.core.format.objects.objects_file import ObjectsFile
 from dist_ckpt.core.storage import Storage
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.core.storage.storage_wrappers import ForwardingStorage
@@ -131,17 +131,11 @@ def test_values_aliases_parameters_and_values_of_ranks_go_with_their_component(
     assert dc.verify(tmp_path / "ck").ok
 
 
-def test_that_something_was_a_numpy_array_goes_with_it(root: Path) -> None:
-    numpy = pytest.importorskip("numpy")
-    arrays = {name: {"a": numpy.ones(2)} for name in ("model", "optim")}
-    dc.save(arrays, root / "s3", step=3)
-    dc.strip(root / "s3", "optim")
-    (file,) = (root / "s3").glob("a2-*/objects.msgpack")
-    assert decode(file.read_bytes()).numpy == ("model.a",)
-    loaded: dict[str, Any] = {}
-    dc.load(loaded, root / "s3")
-    assert [*loaded] == ["model"]
-    assert type(loaded["model"]["a"]) is numpy.ndarray
+def test_what_a_file_says_of_names_goes_with_them() -> None:
+    names = ("model.a", "optim.b")
+    file = ObjectsFile(numpy=names, objects=names, uncut=dict.fromkeys(names, "whole"))
+    left = strip._drop_from_objects(file, OPTIM, {"model", "optim"})
+    assert left == ObjectsFile(numpy=names[:1], objects=names[:1], uncut={"model.a": "whole"})
 
 
 def test_of_several_ranks_each_files_stay(tmp_path: Path) -> None:

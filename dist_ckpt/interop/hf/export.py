@@ -513,8 +513,11 @@ def _value_problems(catalog: Catalog, names: Sequence[str]) -> Iterator[str]:
             f"({excluded_names(fqn)})"
         )
     for name in names:
-        is_value = name in catalog.values or name in catalog.per_rank
-        if is_value and not any(name.startswith(f"{fqn}.") for fqn in subclasses):
+        if any(name.startswith(f"{fqn}.") for fqn in subclasses):
+            continue
+        if name in catalog.per_rank:
+            yield f"{name} has a value for each rank: leave it out ({excluded_names(name)})"
+        elif name in catalog.values:
             yield (
                 f"{name} is not a tensor: leave it out ({excluded_names(name)}), and store it "
                 f"elsewhere"

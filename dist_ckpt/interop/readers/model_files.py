@@ -117,7 +117,7 @@ def _check_numbers(model: ModelFiles, folder: str) -> None:
         )
     present = {number for number, _ in numbers.values()}
     missing = [n for n in range(1, max(totals, default=0) + 1) if n not in present]
-    if missing and not model.is_sharded:  # a rank may have nothing for one of the files
+    if missing and not model.is_sharded:  # DCP takes numbers of the user, who may leave one out
         raise NotFoundError(
             f"{folder}: of {max(totals)} files of {model.name!r}, {len(missing)} are missing: "
             f"number {listed([str(number) for number in missing])}; copy them there"
