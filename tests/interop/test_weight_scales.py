@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 import dist_ckpt as dc
 from dist_ckpt.core.format.index.index import FOREIGN_ATTEMPT
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
-from dist_ckpt.errors import IncompatibleError
+from dist_ckpt.errors import CorruptError, IncompatibleError
 from dist_ckpt.interop import imports
 from dist_ckpt.interop.hf.read import open_folder
 from dist_ckpt.interop.readers import dequantized_state
@@ -339,6 +339,25 @@ def test_an_import_multiplies_weights_by_their_scales(
         assert torch.equal({n.removeprefix("a."): t for n, t in found.items()}["weight"], product)
 
 
+def test_weights_that_share_a_scale_have_it_under_each_name(tmp_path: Path) -> None:
+    weight, scale = codes(shape=(4, 5)), factors(1)
+    tensors = {f"{name}.weight": weight.clone() for name in "ab"}
+    tensors |= dict.fromkeys(("a.weight_scale", "b.weight_scale"), scale)
+    dc.save({"model": tensors}, tmp_path / "ours")
+    torch.save(tensors, tmp_path / "a.pt")
+    imports.from_torch(tmp_path / "a.pt", tmp_path / "b", dequantize=True)
+    state: dict[str, Any] = {}
+    dc.load(state, tmp_path / "b")
+    assert state["model"].keys() == {"a.weight", "b.weight"}
+    live = {name: torch.zeros(4, 5) for name in ("a.weight", "b.weight")}
+    dc.load({"model": live}, tmp_path / "ours", dequantize=True)
+    for found in (live, state["model"]):
+        assert all(torch.equal(value, weight.float() * scale) for value in found.values())
+    part = {"model": {"b.weight": torch.zeros(4, 5)}}
+    with pytest.raises(IncompatibleError, match="which is left out"):
+        dc.load(part, tmp_path / "ours", cast=True, strict=False)
+
+
 def test_any_bytes_of_products_can_be_read(tmp_path: Path) -> None:
     weight, scale = codes(shape=(4, 5)), factors(4, 1)
     folder(tmp_path, {"w.weight": weight, "w.weight_scale": scale})
@@ -367,6 +386,16 @@ def test_an_import_takes_the_sizes_of_blocks_from_the_config(tmp_path: Path) -> 
     assert torch.equal(live, weight.float() * expand(scale, blocks, (ROWS, COLUMNS)))
     with dc.open(tmp_path / "ours") as found:
         assert "quantization_config" not in found.metadata
+
+
+def test_an_import_checks_what_it_multiplies(tmp_path: Path) -> None:
+    weight = codes(shape=(64, 64))
+    torch.save({"a.weight": weight, "a.weight_scale": factors(1)}, tmp_path / "a.pt")
+    data = bytearray((tmp_path / "a.pt").read_bytes())
+    data[data.index(weight.view(torch.uint8).numpy().tobytes()) + 5] ^= 1
+    (tmp_path / "a.pt").write_bytes(data)
+    with pytest.raises(CorruptError, match="has the CRC-32"):
+        imports.from_torch(tmp_path / "a.pt", tmp_path / "ours", dequantize=True)
 
 
 def test_an_import_refuses_what_it_cannot_dequantize(tmp_path: Path) -> None:

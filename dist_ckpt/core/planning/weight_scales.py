@@ -78,21 +78,29 @@ class _Saved(Protocol):
 
 
 class WeightScales:
-    """The scales of the 8-bit weights in a checkpoint with these tensors.
+    """The scales of the 8-bit weights in a checkpoint with these tensors, by their first names.
 
-    `stated_blocks` are sizes of blocks that its files state (`parse_blocks`), for all dimensions
-    from the last one on.
+    `aliases` has the first name of each other one: weights may share a scale. `stated_blocks` are
+    sizes of blocks that its files state (`parse_blocks`), for all dimensions from the last one on.
     """
 
-    def __init__(self, tensors: Mapping[str, _Saved], stated_blocks: Sequence[Shape] = ()) -> None:
+    def __init__(
+        self,
+        tensors: Mapping[str, _Saved],
+        aliases: Mapping[str, str],
+        *,
+        stated_blocks: Sequence[Shape] = (),
+    ) -> None:
         self._tensors = tensors
+        self._aliases = aliases
         self._stated_blocks = stated_blocks
 
     def scales_of(self, fqn: str) -> tuple[str, ...]:
         """Return the scales of an 8-bit weight, without those of activations."""
         if fqn not in self._tensors or not is_one_byte(self._tensors[fqn].dtype):
             return ()
-        return tuple(name for name, text in self._beside(fqn) if _is_scale(text, _leaf(fqn)))
+        found = (name for name, text in self._beside(fqn) if _is_scale(text, _leaf(fqn)))
+        return tuple(dict.fromkeys(found))
 
     def activation_scales_of(self, fqn: str) -> tuple[str, ...]:
         """Return the scales of the activations of the module that has a weight."""
@@ -172,12 +180,12 @@ class WeightScales:
         parent = fqn.rpartition(".")[0]
         for name in self._by_module.get(parent, ()):
             if name != fqn:
-                yield name, name[len(parent) + 1 :]
+                yield self._aliases.get(name, name), name[len(parent) + 1 :]
 
     @cached_property
     def _by_module(self) -> dict[str, list[str]]:
         by_module: dict[str, list[str]] = {}
-        for name in self._tensors:
+        for name in (*self._tensors, *self._aliases):
             parent = name.rpartition(".")[0]
             by_module.setdefault(parent, []).append(name)
             if parent:  # a scale may be one level further down: `weight.absmax`

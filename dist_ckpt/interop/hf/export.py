@@ -478,7 +478,8 @@ def select_tensors(
         warn_of_adapters(names)
     else:
         names = select_adapter(catalog, names, prefix, adapter)
-    problems, scales = [*_value_problems(catalog, names)], WeightScales(catalog.tensors)
+    problems = [*_value_problems(catalog, names)]
+    scales = WeightScales(catalog.tensors, catalog.aliases)
     tensors: dict[str, ExportedTensor] = {}
     for name in names:
         data = catalog.aliases.get(name, name)

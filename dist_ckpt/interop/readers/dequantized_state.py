@@ -14,7 +14,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import ElementRange, Region
+from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.format.index.index import Node
 from dist_ckpt.core.planning.weight_scales import (
     QUANTIZATION,
@@ -45,7 +45,9 @@ def dequantize(
     IncompatibleError names selected weights that cannot be dequantized, such as packed ones.
     """
     tensors = {tensor.fqn: tensor for tensor in state.tensors}
-    scales = WeightScales(tensors, parse_blocks(state.metadata.get(QUANTIZATION)))
+    scales = WeightScales(
+        tensors, state.aliases, stated_blocks=parse_blocks(state.metadata.get(QUANTIZATION))
+    )
     found, left_out = {fqn: scales.find(fqn) for fqn in tensors}, scales.applied
     problems = [text for fqn, text in found.items() if isinstance(text, str) and is_selected(fqn)]
     if problems:
@@ -91,10 +93,8 @@ def _multiply(
     """Return the float32 of elements of a chunk, from its element `first` on."""
     from dist_ckpt.core.shard_io.memory.dequantize import dequantized_bytes  # noqa: PLC0415  (only this needs torch)
 
-    region = chunk.cell
-    if isinstance(region, ElementRange):
-        first, region = first + region.start, Region.whole(tensor.shape)
-    return dequantized_bytes(data, tensor.dtype, first, region, weight, loader())
+    assert isinstance(chunk.cell, Region), "only DeepSpeed cuts flat tensors, of float32"
+    return dequantized_bytes(data, tensor.dtype, first, chunk.cell, weight, loader())
 
 
 class _ScaleLoader:
@@ -120,10 +120,7 @@ class _ScaleLoader:
         scale = torch.empty(tensor.shape, dtype=dtype)
         for chunk in tensor.chunks:
             values = torch.frombuffer(read_chunk(self._storage, chunk, itemsize), dtype=dtype)
-            cell = chunk.cell
-            if isinstance(cell, ElementRange):
-                scale.view(-1)[cell.start : cell.stop] = values
-                continue
-            place = tuple(map(slice, cell.offset, cell.stop))
-            scale[place] = values.reshape(cell.shape)
+            assert isinstance(chunk.cell, Region)
+            place = tuple(map(slice, chunk.cell.offset, chunk.cell.stop))
+            scale[place] = values.reshape(chunk.cell.shape)
         return scale

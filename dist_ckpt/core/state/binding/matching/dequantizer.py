@@ -61,7 +61,9 @@ class Dequantizer:
         self._saved = saved
         self._is_on = casting.dequantize
         self._problems = problems
-        self._scales = WeightScales(saved.catalog.tensors, casting.stated_blocks)
+        self._scales = WeightScales(
+            saved.catalog.tensors, saved.catalog.aliases, stated_blocks=casting.stated_blocks
+        )
         self._refused: set[str] = set()
         self._unscaled: list[tuple[str, str]] = []
         self.names: list[str] = []
