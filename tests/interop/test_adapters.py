@@ -55,7 +55,8 @@ def test_a_name_in_the_model_and_in_the_file_lead_to_each_other() -> None:
         assert file_name(name, "default") == in_file
         assert live_name(in_file, "default", ("score",)) == name
     assert [name for name in OTHERS if file_name(name, "default") is not None] == []
-    assert live_name(f"{TOP}.emb.weight", "default", ("score",)) == f"{TOP}.emb.weight"
+    for other in ("emb", "prescore"):
+        assert live_name(f"{TOP}.{other}.weight", "default", ("score",)) == f"{TOP}.{other}.weight"
 
 
 def write_config(folder: Path, method: str = "LORA") -> None:

@@ -178,3 +178,8 @@ def test_the_reader_leaves_values_to_a_planner_with_its_own_way(tmp_path: Path) 
     live = {"a": {3: 0}, "t": torch.zeros(1)}
     dcp.load(live, storage_reader=StorageReader(tmp_path / "ours"), planner=Own())
     assert seen == ["a.3"]
+    dc.save({"n": 5}, tmp_path / "flat")
+    flat = {"n": 0}
+    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    dcp.load(flat, storage_reader=StorageReader(tmp_path / "flat"), planner=planner)
+    assert flat == {"n": 5}

@@ -635,15 +635,9 @@ class Plain:
 def test_each_of_several_objects_of_accelerate_has_its_file(tmp_path: Path) -> None:
     weights = [{"0": torch.ones(2)}, {"0": torch.zeros(2)}]
     objects = [Plain(3), Plain(4)]
-    one = {"model": weights[0], "scheduler": objects[0], "custom": objects[0]}
-    two = {
-        name: {"0": first, "1": second}
-        for name, (first, second) in (
-            ("model", weights),
-            ("scheduler", objects),
-            ("custom", objects),
-        )
-    }
+    both: dict[str, Any] = {"model": weights, "scheduler": objects, "custom": objects}
+    one = {name: first for name, (first, _) in both.items()}
+    two = {name: dict(zip("01", values, strict=True)) for name, values in both.items()}
     expected = {
         "pytorch_model.bin": weights[0],
         "scheduler.bin": {"0": 3},

@@ -57,17 +57,17 @@ def test_the_tracker_of_megatron_bridge_is_followed(tmp_path: Path, step: Any) -
 def test_a_tracker_behind_a_complete_newer_iteration_is_followed_with_a_word(
     tmp_path: Path, tracker: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = run_of(tmp_path / "run", 100, 90)
-    run_of(run, 200, complete=False)
-    track(run, 100, tracker)
+    run = run_of(tmp_path / "run", 9_999_999, 90)
+    run_of(run, 10_000_001, complete=False)
+    track(run, 9_999_999, tracker)
     with caplog.at_level(logging.WARNING, "dist_ckpt"):
-        assert imported_step(run, tmp_path / "a") == 100
+        assert imported_step(run, tmp_path / "a") == 9_999_999
         assert not caplog.records  # the newer one is not complete
-        run_of(run, 1000)
-        assert imported_step(run, tmp_path / "b") == 100
+        run_of(run, 10_000_000)
+        assert imported_step(run, tmp_path / "b") == 9_999_999
     (record,) = caplog.records
-    assert f"give {run}/iter_0001000" in record.getMessage()
-    assert imported_step(run / "iter_0001000", tmp_path / "c") == 1000
+    assert f"give {run}/iter_10000000" in record.getMessage()
+    assert imported_step(run / "iter_10000000", tmp_path / "c") == 10_000_000
     assert len(caplog.records) == 1
 
 

@@ -106,9 +106,11 @@ def test_the_model_without_a_variant_is_taken_as_its_library_does(tmp_path: Path
     name = "diffusion_pytorch_model"
     for number, variant in enumerate(["", ".fp16", ".non_ema"]):
         write(tmp_path / "m", f"{name}{variant}", tensors(number))
+    write(tmp_path / "m", "adapter_model", tensors(4))
     same(loaded(tmp_path / "m"), tensors(0))
     same(loaded(tmp_path / "m" / f"{name}.fp16.safetensors"), tensors(1))
     (tmp_path / "m" / f"{name}.safetensors").unlink()
+    (tmp_path / "m" / "adapter_model.safetensors").unlink()
     with pytest.raises(
         IncompatibleError, match=rf"2 models: give .*{name}\.fp16\.safetensors.*non_ema"
     ):
@@ -191,6 +193,10 @@ def test_the_files_of_a_bin_index_are_imported_as_one_model(
 
 def test_a_bin_file_that_lacks_a_name_of_its_index_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "m", "pytorch_model-00001-of-00001", tensors(), ".bin")
+    files = {"pytorch_model-00001-of-00001.bin": {"w": torch.ones(1)}}
+    write_index(tmp_path / "m", "pytorch_model.bin.index.json", files)
+    imports.from_torch(tmp_path / "m", tmp_path / "w")
+    assert [*loaded(tmp_path / "w")] == ["w"]  # the file has others, too
     files = {"pytorch_model-00001-of-00001.bin": {**tensors(), "more": torch.ones(1)}}
     write_index(tmp_path / "m", "pytorch_model.bin.index.json", files)
     with pytest.raises(CorruptError, match="lacks tensors that the index names for it: more"):
@@ -199,11 +205,16 @@ def test_a_bin_file_that_lacks_a_name_of_its_index_is_refused(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["pytorch_model", "adapter_model", "diffusion_pytorch_model"])
 def test_one_bin_file_in_a_folder_is_imported(tmp_path: Path, name: str) -> None:
-    write(tmp_path / "m", name, tensors(), ".bin")
+    state = torch.nn.BatchNorm1d(2).state_dict()
+    (tmp_path / "m").mkdir()
+    torch.save(state, tmp_path / "m" / f"{name}.bin")
     with pytest.raises(IncompatibleError, match="import --from torch"):
         dc.load({}, tmp_path / "m")
     imports.from_torch(tmp_path / "m", tmp_path / "ours")
-    same(loaded(tmp_path / "ours"), tensors())
+    found: dict[str, Any] = {}
+    dc.load(found, tmp_path / "ours")
+    same(found["model"], state)
+    assert found["model"]._metadata == state._metadata  # type: ignore[attr-defined]
 
 
 # --- parts of tensors --------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,10 @@ def test_values_aliases_parameters_and_values_of_ranks_go_with_their_component(
     dc.save(whole, tmp_path / "ck", metadata={"mine": [1]})
     with dc.open(tmp_path / "ck") as before:
         parameters = before.index.catalog.parameters
+        pieces: Any = {"model.weight": "pieces", "ema.weight": "pieces"}
+        catalog = replace(before.index.catalog, fused=pieces)
+        left = strip.drop_from_index(replace(before.index, catalog=catalog), {"ema"}, {*whole})
+        assert [*left.catalog.fused] == ["model.weight"]
     dc.strip(tmp_path / "ck", "optim", "a", "tied", "rng", "ema")
     assert dc.verify(tmp_path / "ck").ok
     with dc.open(tmp_path / "ck") as after:
@@ -121,6 +126,7 @@ def test_values_aliases_parameters_and_values_of_ranks_go_with_their_component(
         assert list(after.per_rank) == ["loader"]
         assert after.metadata == {"mine": [1]}
         assert after.index.catalog.aliases == {}
+        assert {*(after.index.catalog.versions or ())} == {"model"}
         kept = {name: told for name, told in parameters.items() if name.startswith("model.")}
         assert after.index.catalog.parameters == kept
     loaded: dict[str, Any] = {}

@@ -362,8 +362,6 @@ def set_under_live_keys(planner: LoadPlanner, fqn: str, value: object) -> bool:
     for text in above:
         key = _live_key(container, text)
         is_text = is_text and key is text
-        if isinstance(container, Mapping) and key not in container:
-            return False
         container = container[key]
     key = _live_key(container, last)
     if (is_text and key is last) or not isinstance(container, MutableMapping | list):
