@@ -118,11 +118,17 @@ def file_name(name: str, adapter: str) -> str | None:
     return ".".join(kept[:-1] if parts[number] == _MAGNITUDE else kept)
 
 
-def select_adapter(catalog: Catalog, names: Sequence[str], prefix: str, adapter: str) -> list[str]:
-    """Return the names of one adapter. ValueError if it has none, or one without a known name.
+def select_adapter(
+    catalog: Catalog, names: Sequence[str], prefix: str, adapter: str | None
+) -> Sequence[str]:
+    """Return the names of one adapter; without one all names, and warn if they are of peft.
 
-    Also for a trained parameter that is in no adapter, such as a bias: a file lacks it.
+    ValueError if the adapter has no name, or one that is not known in files. Also for a trained
+    parameter that is in no adapter, such as a bias: a file would lack it.
     """
+    if adapter is None:
+        _warn_of_adapters(names)
+        return names
     found = [name for name in names if file_name(name.removeprefix(prefix), adapter) is not None]
     unknown = _find_unknown([name.removeprefix(prefix) for name in names], adapter)
     trained = (n for n in names if catalog.parameters.get(n) and not _is_of_adapter(n))
@@ -139,7 +145,7 @@ def select_adapter(catalog: Catalog, names: Sequence[str], prefix: str, adapter:
     return found
 
 
-def warn_of_adapters(names: Sequence[str]) -> None:
+def _warn_of_adapters(names: Sequence[str]) -> None:
     """Log a warning if names of a model to export whole are those of a live model of peft."""
     if any(".base_layer." in name for name in names):
         _log.warning(

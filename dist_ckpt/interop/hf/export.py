@@ -37,7 +37,7 @@ from dist_ckpt.core.storage import Storage, open_storage, real_path
 from dist_ckpt.default_opener import OPENER
 from dist_ckpt.errors import CorruptError, ExistsError, IncompatibleError, StorageError
 from dist_ckpt.interop.hf import read
-from dist_ckpt.interop.hf.adapters import ADAPTER_FILE, file_name, select_adapter, warn_of_adapters
+from dist_ckpt.interop.hf.adapters import ADAPTER_FILE, file_name, select_adapter
 from dist_ckpt.interop.hf.read import MAX_HEADER_NBYTES
 from dist_ckpt.interop.readers.virtual_checkpoint import MODEL
 from dist_ckpt.interop.registry import SAFETENSORS
@@ -473,11 +473,8 @@ def select_tensors(
         )
     if texts := selection.pattern_problems(chain(*tables)):
         raise ValueError(listed(texts, "; "))
-    names = [name for name in below if name in selection]
-    if adapter is None:
-        warn_of_adapters(names)
-    else:
-        names = select_adapter(catalog, names, prefix, adapter)
+    chosen = [name for name in below if name in selection]
+    names = select_adapter(catalog, chosen, prefix, adapter)
     problems = [*_value_problems(catalog, names)]
     scales = WeightScales(catalog.tensors, catalog.aliases)
     tensors: dict[str, ExportedTensor] = {}
