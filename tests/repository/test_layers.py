@@ -64,6 +64,7 @@ MOST_LINES = 600
 # front door, adapters and readers of one other library, and public modules may be smaller.
 LEAST_LINES_FOR_ONE = 130
 SMALL_FOR_ONE = {
+    "interop.readers.dequantized_state",  # imported only with `dequantize`
     *("__main__", "async_save.writer.__main__", "storage", "testing.faulty_storage"),
     "core.loading.from_bytes",
     *("integrations.mlflow", "integrations.ray_train", "integrations.wandb"),
