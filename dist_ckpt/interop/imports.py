@@ -39,12 +39,15 @@ from dist_ckpt.interop.readers.virtual_checkpoint import (
     build_virtual_checkpoint,
 )
 from dist_ckpt.interop.registry import (
+    DCP_METADATA,
     FORMATS,
     HF_FILE,
     HF_INDEX,
     ForeignFormatError,
+    is_file,
     is_shrew_file,
     open_foreign,
+    open_foreign_file,
     reader_module,
 )
 from dist_ckpt.reports import Progress, SaveReport
@@ -167,6 +170,11 @@ def detect_format(source: StrPath) -> str:
         return "shrew"
     try:
         if open_foreign(storage, path) is not None:
+            if is_file(storage, os.path.join(path, DCP_METADATA)):
+                raise IncompatibleError(
+                    f"{path} has the files of DCP, and those of a Hugging Face model: name the "
+                    f"format with --from: dcp, or hf"
+                )
             return "hf"
     except ForeignFormatError as error:
         if error.format_name in ("lightning", "torch") and os.path.isfile(path):
@@ -180,6 +188,8 @@ def detect_format(source: StrPath) -> str:
             f"{path} is a checkpoint of dist_ckpt, which needs no import: dc.load reads it, and "
             f"`dist-ckpt cp` copies it"
         )
+    if not os.path.isdir(path):  # such as a file that this user may not read
+        open_foreign_file(storage, path).close()
     raise IncompatibleError(
         f"{path} has the files of no known format: give the folder or file of one checkpoint, or "
         f"name the format with --from: {', '.join((*FORMATS, 'hf', 'shrew'))}"

@@ -24,15 +24,18 @@ from safetensors.torch import load_file, save_file
 
 import dist_ckpt as dc
 import foreign_makers
+from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import (
     CheckpointError,
     CorruptError,
     ExistsError,
     IncompatibleError,
     NotFoundError,
+    StorageError,
 )
 from dist_ckpt.interop import imports
 from dist_ckpt.interop.frameworks import write_files
+from dist_ckpt.testing.faulty_storage import FaultyStorage
 from foreign_makers import Net, adamw, live_state
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "foreign"
@@ -696,6 +699,10 @@ def test_what_has_no_format_is_refused_with_the_way_on(tmp_path: Path) -> None:
         imports.detect_format(tmp_path / "run" / "step-1")
     with pytest.raises(NotFoundError, match="does not exist"):
         imports.detect_format(tmp_path / "nothing")
+    (tmp_path / "empty" / ".metadata").touch()
+    save_file({"w": torch.ones(2)}, tmp_path / "empty" / "model.safetensors")
+    with pytest.raises(IncompatibleError, match=r"of DCP, and .* --from: dcp, or hf"):
+        imports.detect_format(tmp_path / "empty")
 
 
 def test_what_is_left_out_of_an_export_leaves_a_file_that_loads(tmp_path: Path) -> None:
@@ -722,3 +729,17 @@ def test_what_is_left_out_of_an_export_leaves_a_file_that_loads(tmp_path: Path) 
     assert torch.load(tmp_path / "d.ckpt").keys() == {"epoch", "state_dict"}
     with pytest.raises(ValueError, match="leaves nothing"):
         write_files.export_accelerate(tmp_path / "loop", tmp_path / "e", exclude=["optim", "model"])
+
+
+def test_a_file_that_cannot_be_opened_has_no_unknown_format(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(dc.CorruptError, match="regular file"):
+        imports.detect_format(tmp_path / "pipe")
+    (tmp_path / "mine.pt").write_text("a text")
+    error = StorageError("mine.pt: Permission denied")
+    refused = FaultyStorage(LocalStorage(), fail_at_call=1, error=error, sticky=True)
+    monkeypatch.setattr(imports, "open_storage", lambda path: (refused, str(path)))
+    with pytest.raises(StorageError, match=r"mine\.pt: Permission denied"):
+        imports.detect_format(tmp_path / "mine.pt")
