@@ -102,6 +102,27 @@ class Replacing(Parent):
         super().load_state_dict({"parent": 0})
 
 
+class Helping:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._upgrade(state)
+        self._load(dict(state), strict=True)
+        self.given = state["given"]
+        try:
+            self._load_more(state)
+        except KeyError:
+            self.more = 0
+
+    def _upgrade(self, state: dict[str, Any]) -> None:
+        state.setdefault("given", 0)
+
+    def _load(self, state: dict[str, Any], *, strict: bool) -> None:
+        self.a = state["a"]
+        self._load(state, strict=strict)
+
+    def _load_more(self, state: dict[str, Any]) -> None:
+        self.more = state["more"]
+
+
 @pytest.mark.parametrize(
     ("cls", "keys"),
     [
@@ -112,6 +133,7 @@ class Replacing(Parent):
         (Copying, {"a"}),
         (Child, {"child", "parent"}),
         (Replacing, set()),
+        (Helping, {"a"}),
         (dict, set()),
         (lr_scheduler.SequentialLR, {"_schedulers"}),
         (lr_scheduler.LambdaLR, {"lr_lambdas"}),

@@ -9,9 +9,13 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator
+from inspect import getattr_static, isfunction
 from textwrap import dedent
 
 _METHOD = "load_state_dict"
+
+# Of methods that call each other.
+_MAX_DEPTH = 3
 
 # Calls that return all entries of their argument.
 _COPIES = frozenset({"dict", "copy", "deepcopy"})
@@ -34,7 +38,7 @@ def read_keys(cls: type) -> frozenset[str]:
     classes = [base for base in cls.__mro__ if _METHOD in vars(base)]
     keys: set[str] = set()
     for base in classes:
-        reader = _Reader(vars(base)[_METHOD])
+        reader = _Reader(vars(base)[_METHOD], cls)
         keys |= reader.keys
         if not reader.calls_super:
             break
@@ -44,7 +48,8 @@ def read_keys(cls: type) -> frozenset[str]:
 class _Reader:
     """The keys that one method reads from its argument, statement by statement."""
 
-    def __init__(self, method: Callable[..., object]) -> None:
+    def __init__(self, method: Callable[..., object], cls: type, depth: int = 0) -> None:
+        self._cls, self._depth = cls, depth
         self.keys: set[str] = set()
         self.calls_super = False
         self._names: set[str] = set()
@@ -100,6 +105,17 @@ class _Reader:
                         self.keys.add(key)
                 case ast.Call(ast.Attribute(ast.Call(ast.Name("super")), "load_state_dict"), [arg]):
                     self.calls_super = self.calls_super or self._is_all(arg)
+                case ast.Call(ast.Attribute(ast.Name("self"), name), [arg, *_]):
+                    if self._is_all(arg):
+                        self._read_further(name)
+
+    def _read_further(self, name: str) -> None:
+        """Read another method of the class, which gets the whole argument as its first one."""
+        function = getattr_static(self._cls, name, None)
+        if isfunction(function) and self._depth < _MAX_DEPTH:
+            reader = _Reader(function, self._cls, self._depth + 1)
+            self.keys |= reader.keys - self._given
+            self._given |= reader._given
 
     def _given_keys(self, statement: ast.stmt) -> Iterator[str]:
         """Yield the keys that a statement adds to the argument."""
