@@ -10,6 +10,8 @@ from dist_ckpt.core.format import filenames
 from dist_ckpt.core.format.geometry import Region
 from dist_ckpt.core.format.index.index import Catalog, Index, Key, Node, TensorRecord
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
+from dist_ckpt.core.format.strict_json import Json
+from dist_ckpt.core.planning.name_selection import names_above
 from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.planning.tensor_operations import DerivedTensor
 from dist_ckpt.core.planning.tensor_views import whole_layout
@@ -83,9 +85,22 @@ class _Names:
                 values={name: 0 for name, fqn in ordered if fqn in catalog.values},
                 per_rank={n: catalog.per_rank[f] for n, f in ordered if f in catalog.per_rank},
                 parameters={},
+                fused={n: catalog.fused[f] for n, f in stored.items() if f in catalog.fused},
+                versions=None if catalog.versions is None else _list_versions(saved),
+                replicas={n: catalog.replicas[f] for n, f in ordered if f in catalog.replicas},
             ),
             stored,
         )
+
+
+def _list_versions(saved: SavedTree) -> dict[str, dict[str, Json]]:
+    """Return the versions of modules as an index has them: by the nearest model above."""
+    listed: dict[str, dict[str, Json]] = {model: {} for model in saved.models}
+    for name, entry in saved.versions.items():
+        model = next((up for up in (*names_above(name), "") if up in listed), None)
+        if model is not None:
+            listed[model][name[len(model) :].removeprefix(".")] = entry
+    return listed
 
 
 @dataclass(frozen=True, slots=True)

@@ -366,6 +366,32 @@ def test_a_rename_moves_the_versions(tmp_path: Path) -> None:
     assert_equal(target[0], newer[0])
 
 
+@pytest.mark.parametrize("cls", [First, Second])
+def test_operations_move_the_versions_too(cls: Any, tmp_path: Path) -> None:
+    saved = cls()
+    dc.save({"model": nn.Sequential(saved)}, tmp_path / "a")
+    rename: dict[Any, Any] = {"model.0.w": [dc.Transpose(), "model.w"]}
+    rename["model.0.offset"] = [dc.Concatenate(), "model.offset"]
+    live = Second()
+    report = dc.load({"model": live}, tmp_path / "a", rename=rename)
+    wanted = saved.w.t() if cls is Second else saved.w  # the class converts what the rule has made
+    assert torch.equal(live.w, wanted)
+    assert not report.assumed
+    export_file(tmp_path / "a", tmp_path / "a.pt", rename=rename)
+    live.load_state_dict(torch_load(tmp_path / "a.pt")["model"])
+    assert torch.equal(live.w, wanted)
+
+
+def test_a_module_made_of_others_has_the_present_version(tmp_path: Path) -> None:
+    q, k, o = torch.randn(1, 3), torch.randn(2, 3), torch.randn(1, 3)
+    dc.save({"net": nn.ParameterDict({"q": q, "k": k, "o": o})}, tmp_path / "a")
+    rename: dict[Any, Any] = {("net.q", "net.k"): [dc.Concatenate(), "model.w"]}
+    live = Second()
+    report = dc.load({"model": live}, tmp_path / "a", rename=rename, exclude=["model.o*", "net.*"])
+    assert torch.equal(live.w, torch.cat([q, k]))
+    assert "has no versions of these modules" in report.assumed[0]
+
+
 def test_a_newer_version_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     dc.save({"model": (saved := Second())}, tmp_path / "step")
 
@@ -384,7 +410,7 @@ def test_an_older_checkpoint_counts_as_the_present_version(
     dc.save({"model": (saved := Second()), "version": "older"}, tmp_path / "step")
     target = with_hook(Second)()
     (assumed,) = dc.load({"model": target, "version": ""}, tmp_path / "step").assumed
-    assert "has no versions of modules" in assumed
+    assert "has no versions of these modules" in assumed
     assert_equal(target, saved)
 
 

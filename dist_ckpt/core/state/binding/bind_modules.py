@@ -222,8 +222,8 @@ def _report(
     if decision.unknown:
         paths = [module_name(fqn, path) for path in decision.unknown]
         context.assumed.append(
-            f"{listed(paths)}: the checkpoint has no versions of modules; the state was loaded as "
-            "one of the present version"
+            f"{listed(paths)}: the checkpoint has no versions of these modules; their state was "
+            "loaded as that of the present version"
         )
 
 

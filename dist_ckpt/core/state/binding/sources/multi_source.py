@@ -91,6 +91,7 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
             if name in names.all_names
         },
         models=frozenset().union(*(names.saved.models for names in provided)),
+        unversioned=frozenset().union(*(names.saved.unversioned for names in provided)),
         has_text_keys=any(view.saved.has_text_keys for view in views),
         uncut={
             name: how

@@ -9,10 +9,9 @@ class of optimizer whose state has other keys see `core/state/optimizer_state.py
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import takewhile
 from operator import eq
 from typing import Protocol
 
@@ -241,32 +240,39 @@ def _parse_rule(pattern: object, replacement: object) -> _Rule:
 
 
 def rename_modules(
-    versions: Mapping[str, ListedVersions], renamed: Mapping[str, str | None]
-) -> tuple[dict[str, str], dict[str, Json]]:
-    """Return the new names of models, and the listed entries of modules by their new names.
+    versions: Mapping[str, ListedVersions], renamed: Iterable[tuple[str, str | None]]
+) -> tuple[frozenset[str], dict[str, Json], frozenset[str]]:
+    """Return the new names of models, the listed entries of modules by their new names, and these.
 
-    `renamed` has the new name of each saved name. A module moves with a name below it.
+    `renamed` has saved names with their new names. A module moves with the names in it. Operations
+    may make several modules of one.
     """
-    order = sorted(renamed)
-
-    def move(module: str) -> str:
-        if not order:
-            return module
-        start = f"{module}." if module else ""
-        for name in islice(order, bisect_left(order, start), None):
-            if not name.startswith(start):
-                break
-            new, end = renamed[name], name[len(start) :]
-            if new == end or (new is not None and new.endswith(f".{end}")):
-                return new[: -len(end) - 1] if new != end else ""
-        return module
-
-    entries = (
-        (child_name(model, path) if path else model, entry)
+    moves: dict[str, dict[str, None]] = {}
+    for module, new in _moved_modules(renamed):
+        moves.setdefault(module, {})[new] = None
+    entries = {
+        child_name(model, path) if path else model: entry
         for model, listed in versions.items()
         for path, entry in listed.items()
-    )
-    return {model: move(model) for model in versions}, {move(m): entry for m, entry in entries}
+    }
+    entries = {new: entry for m, entry in entries.items() for new in moves.get(m, (m,))}
+    models = frozenset(new for model in versions for new in moves.get(model, (model,)))
+    return models, entries, frozenset(new for of in moves.values() for new in of)
+
+
+def _moved_modules(renamed: Iterable[tuple[str, str | None]]) -> Iterator[tuple[str, str]]:
+    """Yield each module and its new name: what is left of two names without their common end."""
+    pairs: Iterable[tuple[str, str]] = ((name, new) for name, new in renamed if new)
+    while parents := dict.fromkeys(_parents(pairs)):
+        yield from parents
+        pairs = parents
+
+
+def _parents(pairs: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    for name, new in pairs:
+        (module, _, end), (new_module, _, new_end) = name.rpartition("."), new.rpartition(".")
+        if end and end == new_end:
+            yield module, new_module
 
 
 # --- suggested rules -------------------------------------------------------------------------

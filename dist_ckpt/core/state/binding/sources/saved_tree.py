@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import chain
 
 from dist_ckpt.core.format.index.index import Catalog, Key, Node, TensorRecord
 from dist_ckpt.core.format.objects.objects_file import ObjectsFile
@@ -134,7 +135,8 @@ class SavedTree:
     - `equal`: names with one value that several saved values must agree on, with their names in the
       catalog.
     - `versions`: the listed entries of modules (`planning/module_versions.py`), by their names.
-      `models` are the modules and state dicts whose versions were saved.
+      `models` are the modules and state dicts whose versions were saved. `unversioned` are modules
+      whose tensors operations make of tensors of other modules.
     - `has_text_keys`: True if DCP has made text of all keys, and "dict" of all mappings.
 
     Only for several checkpoints, `origins`. The catalog then has names of `with_source`:
@@ -157,6 +159,7 @@ class SavedTree:
     order: Sequence[str] = field(default=())
     versions: Mapping[str, Json] = field(default_factory=dict)
     models: frozenset[str] = frozenset()
+    unversioned: frozenset[str] = frozenset()
     origins: Sequence[SourceCatalog] = ()
     name_problems: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -284,12 +287,15 @@ class SavedTree:
     def module_metadata(self, name: str) -> dict[str, Json] | None:
         """Return torch's metadata of a saved module, {} if it had none; None if it is unknown.
 
-        It is unknown in checkpoints from before 2026-12, and in those that DCP has written.
+        It is unknown in checkpoints from before 2026-12, in those that DCP has written, and if
+        operations make the module.
         """
         if self.catalog_of(name).versions is None:
             return None
         if name in self.versions:
             return decode_metadata(self.versions[name])
+        if name in self.unversioned:
+            return None
         is_module = not self.models.isdisjoint((*names_above(name), ""))
         return decode_metadata(default_entry(has_names=is_module and self.contains(name)))
 
@@ -413,7 +419,10 @@ def build_saved_tree(
         if name in leaves and name not in params
     )
     numpy = set(main.numpy)
-    models, versions = rename_modules(catalog.versions or {}, renamed if rename else {})
+    moved_names = ((fqn, new) for new, tensor in made.tensors.items() for fqn in tensor.sources)
+    models, versions, moved_modules = rename_modules(
+        catalog.versions or {}, chain(renamed.items() if rename else (), moved_names)
+    )
     return SavedTree(
         catalog=catalog,
         leaves=leaves,
@@ -433,7 +442,8 @@ def build_saved_tree(
         derived={_DERIVED + name: tensor for name, tensor in made.tensors.items()},
         equal=made.equal,
         versions=versions,
-        models=frozenset(models.values()),
+        models=models,
+        unversioned=frozenset(modules_above(made.tensors) - moved_modules),
         has_text_keys=main.has_text_keys,
     )
 
