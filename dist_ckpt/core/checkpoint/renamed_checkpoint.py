@@ -15,7 +15,7 @@ from dist_ckpt.core.planning.name_selection import names_above
 from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.planning.tensor_operations import DerivedTensor
 from dist_ckpt.core.planning.tensor_views import whole_layout
-from dist_ckpt.core.shard_io.memory.cell_memory import BoxTarget, Target
+from dist_ckpt.core.shard_io.memory.cell_memory import Targets, find_sources
 from dist_ckpt.core.state.binding.sources.rename import RenameRules
 from dist_ckpt.core.state.binding.sources.saved_tree import (
     SavedTree,
@@ -112,27 +112,18 @@ class _Translation:
     derived: Mapping[str, DerivedTensor]
 
     def translate(
-        self, wanted: Sequence[TensorRequest], targets: Mapping[tuple[str, int], Target] | None
-    ) -> tuple[list[TensorRequest], Mapping[tuple[str, int], Target] | None]:
+        self, wanted: Sequence[TensorRequest], targets: Targets | None
+    ) -> tuple[list[TensorRequest], Targets | None]:
         """Return the requests, and the memory of each of their cells."""
-        cells: dict[str, list[Region]] = {}
-        moved: dict[tuple[str, int], Target] = {}
-        for want in wanted:
-            fqn = self.stored[want.fqn]
-            made = self.derived.get(fqn) or DerivedTensor.of(fqn, want.dtype, want.shape)
-            for number, cell in enumerate(want.cells):
-                for piece, part, box in made.requests(cell):
-                    boxes = cells.setdefault(piece.source, [])
-                    if targets is not None:
-                        target = targets[want.fqn, number]
-                        moved[piece.source, len(boxes)] = BoxTarget(piece, part, target)
-                    boxes.append(box)
-        tensors = self.index.catalog.tensors
+        stored, tensors = self.stored, self.index.catalog.tensors
+        moved = targets and {(stored[fqn], n): target for (fqn, n), target in targets.items()}
+        named = ((stored[want.fqn], want.cells) for want in wanted)
+        cells, memory = find_sources(named, self.derived, moved)
         requests = [
             TensorRequest(fqn, tensors[fqn].dtype, tensors[fqn].shape, tuple(boxes))
             for fqn, boxes in cells.items()
         ]
-        return requests, None if targets is None else moved
+        return requests, None if targets is None else memory
 
 
 def _rename_objects(

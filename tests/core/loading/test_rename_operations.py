@@ -401,6 +401,8 @@ def test_a_quantised_tensor_is_named(path: Path) -> None:
     refused(
         scaled, live, rule, path, r"'w' is quantised \(float8_e4m3fn, with the scale 'w_scale_inv'"
     )
+    nested = {"a": {"weight": scaled["w"], "weight_quantizer._scale": torch.ones(1)}}
+    refused(nested, live, {"a.weight": [dc.Transpose(), "v"]}, path, "'a.weight' is quantised")
     alone = {"w": torch.ones(2, 3).to(torch.float8_e4m3fn)}
     dc.save(alone, path, overwrite=True)
     state = {"v": torch.zeros(3, 2, dtype=torch.float8_e4m3fn)}

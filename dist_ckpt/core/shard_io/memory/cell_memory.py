@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
-from dist_ckpt.core.format.geometry import Region, RegionPiece, Shape
-from dist_ckpt.core.planning.tensor_operations import SourceBox
+from dist_ckpt.core.format.geometry import Cell, Region, RegionPiece, Shape
+from dist_ckpt.core.planning.tensor_operations import DerivedTensor, SourceBox
 
 
 class CellReader(Protocol):
@@ -66,3 +67,37 @@ class BoxTarget:
         del piece
         placed, steps = self._piece.to_result(box, strides)
         self._cell.place(self._part, placed, data, steps)
+
+
+# The memory of each requested cell, by tensor and cell number.
+Targets = Mapping[tuple[str, int], Target]
+
+
+def find_sources(
+    wanted: Iterable[tuple[str, Sequence[Cell]]],
+    derived: Mapping[str, DerivedTensor],
+    targets: Targets | None = None,
+) -> tuple[Mapping[str, Sequence[Cell]], Targets]:
+    """Return the cells of stored tensors that fill the wanted cells, and their memory.
+
+    `derived` are the tensors that operations make of stored ones. Without `targets` there is none.
+    """
+    cells: dict[str, list[Cell]] = {}
+    memory: dict[tuple[str, int], Target] = {}
+
+    def add(source: str, box: Cell, target: Target | None) -> None:
+        boxes = cells.setdefault(source, [])
+        if target is not None:
+            memory[source, len(boxes)] = target
+        boxes.append(box)
+
+    for fqn, whole in wanted:
+        made = derived.get(fqn)
+        for number, cell in enumerate(whole):
+            target = None if targets is None else targets[fqn, number]
+            if made is None:
+                add(fqn, cell, target)
+                continue
+            for piece, part, box in made.requests(cell):
+                add(piece.source, box, None if target is None else BoxTarget(piece, part, target))
+    return cells, memory

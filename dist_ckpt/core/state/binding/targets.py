@@ -7,20 +7,19 @@ copied. If the copies do not agree on the shared bytes, `finish_tensors` raises 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from dist_ckpt.core.format.geometry import Cell, Region, RegionPiece, Shape
+from dist_ckpt.core.format.geometry import Cell, Region, Shape
 from dist_ckpt.core.format.index.index import JOINED, WHOLE, TensorRecord
 from dist_ckpt.core.planning.plan import TensorRequest
-from dist_ckpt.core.planning.tensor_operations import DerivedTensor, SourceBox
 from dist_ckpt.core.planning.tensor_views import Flattened, Whole, compute_cells
 from dist_ckpt.core.planning.weight_scales import ScaledWeight
-from dist_ckpt.core.shard_io.memory.cell_memory import BoxTarget, Target
+from dist_ckpt.core.shard_io.memory.cell_memory import Target, Targets, find_sources
 from dist_ckpt.core.shard_io.memory.torch_tensor import (
     AliasBuffers,
     CastTarget,
@@ -62,26 +61,13 @@ class NewTensor:
         return self.value
 
 
-class _BoxRead(NamedTuple):
-    """A box of a saved tensor that is read into a part of cell number `cell` of a `_Fill`.
-
-    `requested` is the number of the box among all requested cells of `fqn`.
-    """
-
-    fqn: str
-    requested: int
-    cell: int
-    piece: SourceBox
-    part: RegionPiece
-
-
 class _Fill(NamedTuple):
     """One request for cells of a stored tensor, and the memory that they fill.
 
     `cells[i]` has the number `first + i` among all requested cells of the tensor. `parts[i]` is its
     memory; for a `NewTensor` it is allocated later. `cast_from` is the saved dtype if it differs.
-    A tensor that operations of a rename make has `reads` instead of stored cells. With `scaling`,
-    its elements are multiplied by a scale. If it is `resized`, `parts` have memory of more cells.
+    With `scaling`, its elements are multiplied by a scale. If it is `resized`, `parts` have memory
+    of more cells.
     """
 
     name: str
@@ -92,7 +78,6 @@ class _Fill(NamedTuple):
     scaling: _Scaling | None = None
     resized: Resized | None = None
     first: int = 0
-    reads: tuple[_BoxRead, ...] = ()
 
 
 class _Scaling(NamedTuple):
@@ -337,14 +322,15 @@ class FillTargets:
 
     def wanted(self) -> tuple[TensorRequest, ...]:
         """Return the requests for a load plan."""
-        tensors = self._saved.catalog.tensors
+        tensors, derived = self._saved.catalog.tensors, self._saved.derived
+        wanted = find_sources(self._cells.items(), derived)[0] if derived else self._cells
         return tuple(
-            TensorRequest(fqn, tensors[fqn].dtype, tensors[fqn].shape, cells)
-            for fqn, cells in self._cells.items()
+            TensorRequest(fqn, tensors[fqn].dtype, tensors[fqn].shape, tuple(cells))
+            for fqn, cells in wanted.items()
         )
 
-    def allocate(self) -> dict[tuple[str, int], Target]:
-        """Create new tensors; return the memory of each requested cell by fqn and number."""
+    def allocate(self) -> Targets:
+        """Create new tensors; return the memory of each cell of `wanted`."""
         for tensor in self.new_tensors:
             tensor.value = tensor.make()
         targets: dict[tuple[str, int], Target] = {}
@@ -360,16 +346,13 @@ class FillTargets:
                 self._make_target(fill, part, cell)
                 for cell, part in zip(fill.cells, memory, strict=True)
             ]
-            for read in fill.reads:
-                box = BoxTarget(read.piece, read.part, made[read.cell])
-                targets[read.fqn, read.requested] = box
-            if not fill.reads:
-                for number, target in enumerate(made, fill.first):
-                    targets[fill.fqn, number] = target
+            for number, target in enumerate(made, fill.first):
+                targets[fill.fqn, number] = target
             if fill.scaling is not None:
                 self._to_scale.append((fill, memory))
         synchronize(self._device_tensors)  # before the first byte is written
-        return targets
+        derived = self._saved.derived
+        return find_sources(self._cells.items(), derived, targets)[1] if derived else targets
 
     def finish_tensors(self) -> None:
         """Fill the tensors that share memory, and wait for the accelerators.
@@ -464,21 +447,10 @@ class FillTargets:
 
     def _request(self, fill: _Fill) -> None:
         """Add a request. Without cells the local tensor is empty, and nothing is filled."""
-        if (made := self._saved.derived.get(fill.fqn)) is not None:
-            if reads := tuple(self._request_pieces(made, fill.cells)):
-                self._fills.append(fill._replace(reads=reads))
-            return
         wanted = self._cells.get(fill.fqn, ())
         self._cells[fill.fqn] = wanted + fill.cells
         if fill.cells:
             self._fills.append(fill._replace(first=len(wanted)) if wanted else fill)
-
-    def _request_pieces(self, made: DerivedTensor, cells: tuple[Cell, ...]) -> Iterator[_BoxRead]:
-        for number, cell in enumerate(cells):
-            for piece, part, box in made.requests(cell):
-                wanted = self._cells.get(piece.source, ())
-                self._cells[piece.source] = (*wanted, box)
-                yield _BoxRead(piece.source, len(wanted), number, piece, part)
 
     def _check_stored_layout(
         self, name: str, record: TensorRecord, cells: tuple[Cell, ...]

@@ -79,15 +79,12 @@ class Dequantizer:
         fqn = self._tensor(name)[0]
         if not self._is_on or dtype not in _FLOATS:
             return None
-        if self._scales_in_state.intersection(self._of(fqn)):
+        scales = self._scales.scales_of(fqn)
+        if fqn in self._saved.derived or self._scales_in_state.intersection(scales):
+            return None  # a rename makes no tensors of scaled ones
+        if (weight := self._scales.find(fqn)) is None:
             return None
-        made = self._saved.derived.get(fqn)
-        weight = self._scales.find(fqn) if made is None else None
-        if made is not None and self._of(fqn):
-            weight = f"a rename makes it of {listed(made.sources)}, which have scales"
-        if weight is None:
-            return None
-        self._use({*self._of(fqn), *self._scales.activation_scales_of(fqn)})
+        self._use({*scales, *self._scales.activation_scales_of(fqn)})
         if isinstance(weight, ScaledWeight):
             self.names.append(name)
             return weight
@@ -113,7 +110,7 @@ class Dequantizer:
     def conversion(self, name: str) -> str:
         """Return the remedy for a tensor of another dtype that may not be cast."""
         fqn, record = self._tensor(name)
-        if self._of(fqn):
+        if self._scales.scales_of(fqn):
             return "load with dequantize=True, which applies its scale"
         return f"make it {record.dtype}, load, and convert"
 
@@ -139,7 +136,7 @@ class Dequantizer:
         loaded = {aliases.get(f, f) for f in requested} if self._unscaled else set()
         loaded |= {s for f in loaded & derived.keys() for s in derived[f].sources}
         for name, fqn in self._unscaled:
-            if lost := [scale for scale in self._of(fqn) if scale not in loaded]:
+            if lost := [scale for scale in self._scales.scales_of(fqn) if scale not in loaded]:
                 yield (
                     f"{name}: saved in 8 bits{self._saved.source_text(name)} with the scale "
                     f"{listed(lost)}, which is left out, so its values would be wrong: load with "
@@ -158,12 +155,6 @@ class Dequantizer:
         tensor = self._saved.tensor(name)
         assert tensor is not None, name
         return tensor
-
-    def _of(self, fqn: str) -> tuple[str, ...]:
-        """Return the scales of an 8-bit weight, or of the weights of which a rename makes it."""
-        made = self._saved.derived.get(fqn)
-        sources = (fqn,) if made is None else made.sources
-        return tuple(scale for source in sources for scale in self._scales.scales_of(source))
 
     def _use(self, scales: set[str]) -> None:
         aliases = self._saved.catalog.aliases

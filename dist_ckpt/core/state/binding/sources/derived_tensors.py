@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cache, partial
 from math import prod
 
-from dist_ckpt.core.format.dtypes import DTYPES
 from dist_ckpt.core.format.geometry import Shape
 from dist_ckpt.core.format.index.index import JOINED, Catalog
 from dist_ckpt.core.planning.name_selection import names_above
@@ -28,6 +28,7 @@ from dist_ckpt.core.planning.tensor_operations import (
     concatenate,
     stack,
 )
+from dist_ckpt.core.planning.weight_scales import WeightScales
 from dist_ckpt.core.state.binding.sources.name_patterns import NamePattern, NameTemplate, is_star
 from dist_ckpt.core.state.tree.containers import RECORD, child_name
 from dist_ckpt.core.state.tree.elementwise_keys import elementwise_keys
@@ -301,9 +302,10 @@ def derive_tensors(
     if not rules:
         return derivation
     stored = {**{fqn: fqn for fqn in catalog.tensors}, **catalog.aliases}
-    state_names = _StateNames.of(catalog, saved)
+    state_names, scales = _StateNames.of(catalog, saved), WeightScales(catalog.tensors)
     for rule in rules:
-        tables = [_match(rule, pattern, catalog, stored, derivation) for pattern in rule.patterns]
+        match = partial(_match, rule, catalog=catalog, scales=scales, stored=stored)
+        tables = [match(pattern, derivation=derivation) for pattern in rule.patterns]
         if derivation.problems:
             continue
         try:
@@ -328,7 +330,9 @@ def derive_tensors(
 def _match(
     rule: OperationRule,
     pattern: NamePattern,
+    *,
     catalog: Catalog,
+    scales: WeightScales,
     stored: Mapping[str, str],
     derivation: Derivation,
 ) -> dict[_Values, DerivedTensor]:
@@ -343,10 +347,10 @@ def _match(
                 "change the patterns so that only one matches"
             )
         record = catalog.tensors[fqn]
-        if (scale := _find_scale(name, record.dtype, stored)) is not None:
+        if found := scales.scales_of(fqn):
             derivation.problems.append(
-                f"{rule.label}: {name!r} is quantised ({record.dtype}, with the scale {scale!r}): "
-                "load it as it is, and convert it after the load"
+                f"{rule.label}: {name!r} is quantised ({record.dtype}, with the scale "
+                f"{found[0]!r}): load it as it is, and convert it after the load"
             )
         table[tuple(sorted(values.items()))] = DerivedTensor.of(name, record.dtype, record.shape)
     derivation.problems += (
@@ -386,18 +390,6 @@ def _find_stacked_values(
     ]
 
 
-def _find_scale(name: str, dtype: str, names: Collection[str]) -> str | None:
-    """Return the name of the scale of a tensor with items of one byte; None if it has none."""
-    if DTYPES[dtype].itemsize != 1 or dtype == "bool":
-        return None
-    above, _, leaf = name.rpartition(".")
-    beside = (
-        child_name(above, text.format(leaf))
-        for text in ("{}_scale", "{}_scale_inv", "{}_scale_2", "scale_{}", "{}_scales", "scales")
-    )
-    return next((other for other in beside if other in names), None)
-
-
 # --- the state of an optimizer ---------------------------------------------------------------
 
 
@@ -428,6 +420,7 @@ class _StateNames:
                 shape = None if saved.uncut.get(name) == JOINED else _shape(catalog, name)
                 shapes.setdefault((stem, key), []).append((_shape(catalog, parameter), shape))
 
+        @cache
         def is_elementwise(stem: str, key: str) -> bool:
             pairs = shapes[stem, key]
             if key == "step" or any(own is None or own != shape for own, shape in pairs):
