@@ -16,6 +16,7 @@ from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.planning.tensor_operations import DerivedTensor
 from dist_ckpt.core.planning.tensor_views import whole_layout
 from dist_ckpt.core.shard_io.memory.cell_memory import Targets, find_sources
+from dist_ckpt.core.state.binding.sources.derived_tensors import STATE_REMEDY
 from dist_ckpt.core.state.binding.sources.rename import RenameRules
 from dist_ckpt.core.state.binding.sources.saved_tree import (
     SavedTree,
@@ -36,7 +37,8 @@ def rename_checkpoint(opened: OpenCheckpoint, rename: RenameRules | None) -> Ope
     if not rename:
         return opened
     saved = build_saved_tree(opened.catalog, opened.objects(), opened.objects, rename=rename)
-    problems = saved.problems or tuple(find_unequal(saved, [opened]))
+    of_states = tuple(text for _, text in saved.state_problems)
+    problems = saved.problems or of_states or tuple(find_unequal(saved, [opened]))
     if problems:
         raise IncompatibleError(f"{opened.path}: {listed(problems, '; ')}")
     names = _Names.of(saved)
@@ -192,6 +194,6 @@ def find_unequal(saved: SavedTree, checkpoints: Sequence[OpenCheckpoint]) -> Ite
     for name, (first, *further) in saved.equal.items():
         if other := next((fqn for fqn in further if content(fqn) != content(first)), None):
             yield (
-                f"rename: {name!r} would be one value, but {first!r} and {other!r} differ: exclude "
-                "the optimizer from the load, or drop its state with None"
+                f"rename: {name!r} would be one value, but {first!r} and {other!r} differ: "
+                f"{STATE_REMEDY}"
             )

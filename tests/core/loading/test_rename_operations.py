@@ -17,6 +17,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dist_ckpt as dc
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
+from dist_ckpt.core.checkpoint.renamed_checkpoint import rename_checkpoint
+from dist_ckpt.core.storage import open_storage
 from dist_ckpt.testing.memory_storage import MemoryStorage
 from long_mode import examples
 from ranks import load_on_threads, save_on_threads
@@ -363,6 +366,32 @@ def test_an_expert_that_is_no_tensor_is_named(path: Path, last: Any) -> None:
     assert torch.equal(state["x"], torch.ones(1, 2))
 
 
+def test_state_that_cannot_be_joined_is_in_the_way_only_if_it_is_loaded(path: Path) -> None:
+    experts = nn.ParameterList(torch.randn(2, 2) for _ in range(2))
+    optimizer = torch.optim.Adam(experts)
+    experts[0].sum().backward()  # the other expert gets no gradient, and no state
+    optimizer.step()
+    dc.save({"model": experts, "optim": optimizer}, path)
+    rule: dict[Any, Any] = {"model.{n}": [dc.Stack("n"), "model.w"]}
+    live = nn.ParameterDict({"w": torch.zeros(2, 2, 2)})
+    both = {"model": live, "optim": torch.optim.Adam(live.values())}
+    with pytest.raises(dc.IncompatibleError, match=r"'optim.state.model.1.step' is not saved"):
+        dc.load(both, path, rename=rule)
+    ways: list[Any] = [
+        {"rename": rule, "exclude": "optim"},
+        {"rename": {**rule, "optim": None}},
+        {"rename": {**rule, "optim.state.*": None, "optim.param_groups": None}},
+    ]
+    for options in ways:
+        state = {"model": nn.ParameterDict({"w": torch.zeros(2, 2, 2)})}
+        dc.load(state, path, **options)
+        assert torch.equal(state["model"]["w"], torch.stack([*experts]))
+    opened = OpenCheckpoint.at(open_storage(path)[0], str(path))
+    with pytest.raises(dc.IncompatibleError, match="maps it to None"):
+        rename_checkpoint(opened, rule)
+    assert "model.w" in rename_checkpoint(opened, {**rule, "optim": None}).catalog.tensors
+
+
 def test_unequal_shapes_and_dtypes_are_named(path: Path) -> None:
     rule = {"e.{e}": [dc.Stack("e"), "all"]}
     live = {"all": torch.ones(2, 2)}
@@ -494,7 +523,7 @@ def test_parts_in_several_groups_are_refused(path: Path) -> None:
     optimizer = torch.optim.Adam(groups)
     stepped(model, optimizer)
     dc.save({"model": model, "optim": optimizer}, path)
-    with pytest.raises(dc.IncompatibleError, match=r"'model\.ab' are in several parameter groups"):
+    with pytest.raises(dc.IncompatibleError, match=r"model\.ab' are in several parameter groups"):
         load_joined(path)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from operator import itemgetter
 from typing import assert_never
@@ -90,6 +91,8 @@ def bind(
     name; None for a single process. Raises CorruptError if the index lists a value that no objects
     file has.
     """
+    of_states = tuple(text for name, text in saved.state_problems if name in selection)
+    saved = replace(saved, problems=(*saved.problems, *of_states)) if of_states else saved
     context = BindContext(template, saved, selection, keys, strict=strict, casting=casting)
     context.bind_inner = _bind_inner
     if not saved.problems and (fill_root := _bind_root(context)) is not None:

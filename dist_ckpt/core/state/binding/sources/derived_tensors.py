@@ -33,6 +33,8 @@ from dist_ckpt.core.state.binding.sources.name_patterns import NamePattern, Name
 from dist_ckpt.core.state.tree.containers import RECORD, child_name
 from dist_ckpt.core.state.tree.elementwise_keys import elementwise_keys
 
+STATE_REMEDY = "exclude the optimizer from the load, or drop it with a rule that maps it to None"
+
 # The text of each wildcard of a rule, in the order of their names.
 _Values = tuple[tuple[str, str], ...]
 
@@ -284,6 +286,7 @@ class Derivation:
     - `equal`: for each of these that has several sources, all of them. They must be equal.
     - `params`: the new names of a parameter's state in its group, by its saved name.
     - `rules`: the rule of each saved name that is used.
+    - `state_problems`: the new name of a parameter's state that cannot be made, and why.
     """
 
     tensors: dict[str, DerivedTensor] = field(default_factory=dict)
@@ -292,6 +295,7 @@ class Derivation:
     params: dict[str, list[str]] = field(default_factory=dict)
     rules: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
+    state_problems: list[tuple[str, str]] = field(default_factory=list)
 
 
 def derive_tensors(
@@ -319,10 +323,9 @@ def derive_tensors(
                     f"{rule.label}: another rule makes {name!r} too: remove one of the two"
                 )
             derivation.tensors[name] = tensor.map_sources(stored.__getitem__)
-            derivation.problems += (
-                f"{rule.label}: {problem}: exclude the optimizer from the load, and drop "
-                f"its state with None"
-                for problem in state_names.derive(name, tensor, derivation)
+            derivation.state_problems += (
+                (state, f"{rule.label}: {problem}: {STATE_REMEDY}")
+                for state, problem in state_names.derive(name, tensor, derivation)
             )
     return derivation
 
@@ -430,21 +433,30 @@ class _StateNames:
 
         return _StateNames(catalog, saved, stems, entries, is_elementwise)
 
-    def derive(self, name: str, tensor: DerivedTensor, derivation: Derivation) -> Iterator[str]:
-        """Add the state of a new parameter; yield the problems."""
-        sources = tensor.sources
-        for stem in dict.fromkeys(stem for p in sources for stem in self.stems.get(p, ())):
-            states = {parameter: child_name(stem, parameter) for parameter in sources}
+    def derive(
+        self, name: str, tensor: DerivedTensor, derivation: Derivation
+    ) -> Iterator[tuple[str, str]]:
+        """Add the state of a new parameter; yield the names of its state and their problems."""
+        stems = (stem for p in tensor.sources for stem in self.stems.get(p, ()))
+        for stem in dict.fromkeys(stems):
             new = child_name(self.saved.new_stems.get(stem, stem), name)
-            if lacking := [p for p, state in states.items() if state not in self.saved.states]:
-                yield f"{lacking[0]!r} is in no group of {stem!r}, but other parts of {name!r} are"
-                continue
-            if len({self.saved.groups[state] for state in states.values()}) > 1:
-                yield f"the parts of {name!r} are in several parameter groups of {stem!r}"
-            for state in states.values():
-                derivation.rules.setdefault(state, "")
-                derivation.params.setdefault(state, []).append(new)
-            yield from self._derive_entries(new, stem, states, (tensor, derivation))
+            for problem in self._derive_state(new, stem, (tensor, derivation)):
+                yield new, problem
+
+    def _derive_state(
+        self, new: str, stem: str, made: tuple[DerivedTensor, Derivation]
+    ) -> Iterator[str]:
+        tensor, derivation = made
+        states = {parameter: child_name(stem, parameter) for parameter in tensor.sources}
+        for state in states.values():
+            derivation.rules.setdefault(state, "")
+            derivation.params.setdefault(state, []).append(new)
+        if lacking := [p for p, state in states.items() if state not in self.saved.states]:
+            yield f"{lacking[0]!r} is in no group of {stem!r}, but other parts of {new!r} are"
+            return
+        if len({self.saved.groups[state] for state in states.values()}) > 1:
+            yield f"the parts of {new!r} are in several parameter groups of {stem!r}"
+        yield from self._derive_entries(new, stem, states, made)
 
     def _derive_entries(
         self, new: str, stem: str, states: Mapping[str, str], made: tuple[DerivedTensor, Derivation]

@@ -80,6 +80,12 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
         read=_merge_readers({view.number: view.saved.read for view in views}),
         dropped=tuple(dict.fromkeys(name for view in views for name in view.saved.dropped)),
         problems=(*problems, *allocation.clashes()),
+        state_problems=tuple(
+            (state, f"{view.scope.path}: {text}")
+            for view in views
+            for state, text in view.saved.state_problems
+            if view.scope.provides(state)
+        ),
         order=sorted(leaves),
         objects=sorted(
             {name for names in provided for name in names.saved.objects if name in names.all_names}

@@ -112,6 +112,10 @@ class Rename:
         unused = [rule.pattern.text for rule in self.rules if rule.pattern.text not in used]
         return renamed, tuple(_problems(disagreeing, colliding, unused))
 
+    def drops(self, name: str) -> bool:
+        """Return True if a rule drops a name."""
+        return None in self._find_new_names(name).values()
+
     def find_stems(self, stems: Iterable[str]) -> dict[str, str]:
         """Return the new name of each name above the state of parameters, if a rule moves it."""
         found = {stem: self._find_new_names(stem) for stem in dict.fromkeys(stems)}

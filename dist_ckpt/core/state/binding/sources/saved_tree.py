@@ -134,6 +134,8 @@ class SavedTree:
       are made of tensors of the catalog, which does not have them.
     - `equal`: names with one value that several saved values must agree on, with their names in the
       catalog.
+    - `state_problems`: the new names of optimizer state that operations cannot make, and why. They
+      are errors only if the name is loaded.
     - `versions`: the listed entries of modules (`planning/module_versions.py`), by their names.
       `models` are the modules and state dicts whose versions were saved. `unversioned` are modules
       whose tensors operations make of tensors of other modules.
@@ -156,6 +158,7 @@ class SavedTree:
     read: Callable[[int], ObjectsFile]
     dropped: tuple[str, ...]
     problems: tuple[str, ...]
+    state_problems: tuple[tuple[str, str], ...] = ()
     order: Sequence[str] = field(default=())
     versions: Mapping[str, Json] = field(default_factory=dict)
     models: frozenset[str] = frozenset()
@@ -389,7 +392,8 @@ def build_saved_tree(
     movable = {
         state: (stem, name)
         for state, (stem, name) in states.items()
-        if name in saved or child_name(name, RECORD) in saved
+        if (name in saved or child_name(name, RECORD) in saved)
+        if not (rules.with_operations and rules.drops(state))
     }
     new_stems = rules.find_stems(stem for stem, _ in movable.values())
     saved_states = SavedStates(movable, groups_by_state, new_stems, main.uncut)
@@ -441,6 +445,7 @@ def build_saved_tree(
         uncut={new: main.uncut[name] for new, name in leaves.items() if name in main.uncut},
         derived={_DERIVED + name: tensor for name, tensor in made.tensors.items()},
         equal=made.equal,
+        state_problems=tuple(made.state_problems),
         versions=versions,
         models=models,
         unversioned=frozenset(modules_above(made.tensors) - moved_modules),
