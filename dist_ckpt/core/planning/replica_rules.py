@@ -35,11 +35,6 @@ class ReplicaRules:
         """Return the patterns with their rules."""
         return [(pattern, rule) for chosen, rule in self.rules for pattern in chosen.include or ()]
 
-    @property
-    def has_mean(self) -> bool:
-        """True if a rule needs the copies of all ranks."""
-        return any(rule == "mean" for _, rule in self.rules)
-
     def find(self, name: str) -> ReplicaRule | None:
         """Return the rule of a name; None if no pattern matches."""
         return next((rule for chosen, rule in self.rules if name in chosen), None)

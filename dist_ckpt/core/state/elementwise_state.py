@@ -37,7 +37,10 @@ def find_uncut(
     """
     uncut: dict[str, str] = {}
     by_rule: list[tuple[str, str, TensorLeaf, torch.Tensor, Shape]] = []
-    for parameter in optimizer.parameters() if rules is not None or _any_dtensor(optimizer) else ():
+    parameters = optimizer.parameters()
+    if rules is None:
+        parameters = [p for p in parameters if isinstance(p, DTensor)]
+    for parameter in parameters:
         name = names[id(parameter)].stored
         above = child_name(child_name(fqn, STATE), name)
         for key, full, leaf, value in _plain_tensors(states.children.get(name), above):
@@ -53,22 +56,16 @@ def find_uncut(
     return uncut
 
 
-def _any_dtensor(optimizer: OptimizerState) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in optimizer.parameters())
-
-
 def _plain_tensors(
     state: object, above: str
 ) -> Iterator[tuple[str, str, TensorLeaf, torch.Tensor]]:
     """Yield the plain tensors with dimensions in a parameter's state, with their keys and names."""
     for key, tree in children_of(state).items() if isinstance(state, Branch) else ():
         for full, leaf in walk(tree, child_name(above, key)):
-            if isinstance(leaf, TensorLeaf) and isinstance(value := leaf.value, torch.Tensor):
-                yield from () if _is_scalar_or_placed(value) else [(str(key), full, leaf, value)]
-
-
-def _is_scalar_or_placed(value: torch.Tensor) -> bool:
-    return not value.ndim or isinstance(value, DTensor)
+            if not isinstance(leaf, TensorLeaf) or isinstance(leaf.value, DTensor):
+                continue
+            if isinstance(leaf.value, torch.Tensor) and leaf.value.ndim:
+                yield str(key), full, leaf, leaf.value
 
 
 def _is_cut(rules: ShardingRules | None, fqn: str, leaf: TensorLeaf, shape: Shape) -> bool:

@@ -88,34 +88,24 @@ def find_resized_dim(live: Shape, saved: Shape) -> int | None:
     return dims[0] if len(dims) == 1 else None
 
 
-@dataclass(frozen=True, slots=True)
-class ResizedParameter:
-    """A parameter that is resized: its shapes in the checkpoint and in the state, and its rows."""
+def find_resized_shape(state: Shape, *, saved: Shape, live: Shape) -> Shape | None:
+    """Return the live shape of optimizer state with a saved shape, as its parameter is resized.
 
-    rows: int
-    saved: Shape
-    live: Shape
-
-    def state_shape(self, saved: Shape) -> Shape | None:
-        """Return the shape that saved optimizer state of the parameter has in the state.
-
-        State without the resized dimension is unchanged. None if it is not clear which it is.
-        """
-        dim = find_resized_dim(self.live, self.saved)
-        if dim is None or self.saved[dim] not in saved:
-            return saved
-        others = [size for d, size in enumerate(self.saved) if d != dim]
-        if len(saved) == len(self.saved) and all(
-            size in (whole, 1) for size, whole in zip(saved, self.saved, strict=True)
-        ):
-            position = dim
-        elif saved.count(self.saved[dim]) == 1 and self.saved[dim] not in others:
-            position = saved.index(self.saved[dim])
-        else:
-            return None
-        if saved[position] != self.saved[dim]:
-            return saved
-        return (*saved[:position], self.live[dim], *saved[position + 1 :])
+    State without the resized dimension is unchanged. None if it is not clear which it is.
+    """
+    dim = find_resized_dim(live, saved)
+    if dim is None or saved[dim] not in state:
+        return state
+    is_like = len(state) == len(saved)
+    if is_like and all(size in (whole, 1) for size, whole in zip(state, saved, strict=True)):
+        if state[dim] != saved[dim]:
+            return state
+        position = dim
+    elif state.count(saved[dim]) == 1 == saved.count(saved[dim]):
+        position = state.index(saved[dim])
+    else:
+        return None
+    return (*state[:position], live[dim], *state[position + 1 :])
 
 
 @dataclass(slots=True, eq=False)

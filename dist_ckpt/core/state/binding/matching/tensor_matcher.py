@@ -21,9 +21,9 @@ from dist_ckpt.core.planning.tensor_views import (
 from dist_ckpt.core.state.binding.matching.resizing import (
     Resized,
     ResizedNames,
-    ResizedParameter,
     ResizedTensor,
     find_resized_dim,
+    find_resized_shape,
 )
 from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree
 from dist_ckpt.core.state.binding.template import Template
@@ -150,7 +150,7 @@ class TensorMatcher:
         leaf = TensorLeaf(parameter, (rule_name, local.shape))
         shape, cells = self._find_live_cells(name, local, leaf)
         saved = self.resized_names.find_parameter_shape(name) or record.shape
-        wanted = ResizedParameter(rows, saved, shape).state_shape(record.shape)
+        wanted = find_resized_shape(record.shape, saved=saved, live=shape)
         if wanted is None:
             self._problems.append(
                 f"{name}: saved with shape {record.shape} for a parameter of shape {saved} that is "
