@@ -114,3 +114,8 @@ def format_size(nbytes: float) -> str:
 def format_count(number: int, noun: str) -> str:
     """Return a number with its noun, such as "1 rank" or "2 ranks"."""
     return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def format_mesh(mesh: Sequence[tuple[str, int]]) -> str:
+    """Return the text of a mesh, for messages."""
+    return " x ".join(f"{name} {size}".strip() for name, size in mesh) or "unknown"

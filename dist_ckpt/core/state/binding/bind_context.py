@@ -13,7 +13,7 @@ from dist_ckpt.core.format.index.index import Key
 from dist_ckpt.core.planning.name_selection import Selection
 from dist_ckpt.core.state.binding.matching.dequantizer import Casting
 from dist_ckpt.core.state.binding.new_subclasses import new_subclass_tensor
-from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes, format_mesh
+from dist_ckpt.core.state.binding.sources.saved_tree import SavedTree, Scopes
 from dist_ckpt.core.state.binding.targets import FillTargets
 from dist_ckpt.core.state.binding.template import Template, has_entries, live_children, live_value
 from dist_ckpt.core.state.binding.values import (
@@ -49,7 +49,7 @@ from dist_ckpt.core.state.tree.state_tree import (
 )
 from dist_ckpt.core.state.wrappers import RNG, PerRank, per_rank_key
 from dist_ckpt.errors import CheckpointError
-from dist_ckpt.message_text import listed
+from dist_ckpt.message_text import format_mesh, listed
 
 # What loads itself, also where another object's state dict has it.
 Loadable = ObjectLeaf | ModuleLeaf | OptimizerLeaf | PerRank | RNG

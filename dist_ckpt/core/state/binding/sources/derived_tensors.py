@@ -306,7 +306,10 @@ def derive_tensors(
     if not rules:
         return derivation
     stored = {**{fqn: fqn for fqn in catalog.tensors}, **catalog.aliases}
-    state_names, scales = _StateNames.of(catalog, saved), WeightScales(catalog.tensors)
+    state_names, scales = (
+        _StateNames.of(catalog, saved),
+        WeightScales(catalog.tensors, catalog.aliases),
+    )
     for rule in rules:
         match = partial(_match, rule, catalog=catalog, scales=scales, stored=stored)
         tables = [match(pattern, derivation=derivation) for pattern in rule.patterns]

@@ -265,7 +265,7 @@ def rename_modules(
 
 
 def _moved_modules(renamed: Iterable[tuple[str, str | None]]) -> Iterator[tuple[str, str]]:
-    """Yield each module and its new name: what is left of two names without their common end."""
+    """Yield each module and its new name: two names without their common end."""
     pairs: Iterable[tuple[str, str]] = ((name, new) for name, new in renamed if new)
     while parents := dict.fromkeys(_parents(pairs)):
         yield from parents

@@ -356,11 +356,6 @@ def _names_below(name: str, ordered: Sequence[str]) -> Sequence[str]:
     return ordered[start : bisect_left(ordered, f"{name}/", start)]  # "/" follows "."
 
 
-def format_mesh(mesh: Sequence[tuple[str, int]]) -> str:
-    """Return the text of a mesh, for messages."""
-    return " x ".join(f"{name} {size}".strip() for name, size in mesh) or "unknown"
-
-
 def build_saved_tree(
     catalog: Catalog,
     main: ObjectsFile,
@@ -398,7 +393,8 @@ def build_saved_tree(
     new_stems = rules.find_stems(stem for stem, _ in movable.values())
     saved_states = SavedStates(movable, groups_by_state, new_stems, main.uncut)
     made = derive_tensors(rules.with_operations, catalog, saved_states)
-    used = _names_at_and_below(made.rules, (*names, *states))
+    all_names = (*names, *states) if made.rules else ()
+    used = {name for name in all_names if not made.rules.keys().isdisjoint(names_above(name))}
     unused = dict.fromkeys((*names, *states))
     for name in used:
         unused.pop(name, None)
@@ -407,7 +403,7 @@ def build_saved_tree(
     leaves = {new: name for name in names if (new := renamed.get(name)) is not None}
     problems += tuple(_find_clashes(leaves, made))
     if problems:
-        made, used = Derivation(), frozenset()
+        made, used = Derivation(), set()
         renamed = {name: name for name in (*names, *states)}
         leaves = dict(zip(names, names, strict=True))
     leaves |= {name: _DERIVED + name for name in made.tensors} | made.copies
@@ -451,13 +447,6 @@ def build_saved_tree(
         unversioned=frozenset(modules_above(made.tensors) - moved_modules),
         has_text_keys=main.has_text_keys,
     )
-
-
-def _names_at_and_below(above: Collection[str], names: Iterable[str]) -> frozenset[str]:
-    if not above:
-        return frozenset()
-    chosen = frozenset(above)
-    return frozenset(name for name in names if not chosen.isdisjoint(names_above(name)))
 
 
 def _find_clashes(leaves: Mapping[str, str], made: Derivation) -> Iterator[str]:
