@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from dist_ckpt.async_save.memory_restore import restore_together
 from dist_ckpt.async_save.snapshots.job_folder import check_job, make_job_name, make_root_id
-from dist_ckpt.async_save.trainer.background_save import save_in_background
+from dist_ckpt.async_save.trainer.background_save import prepare_arenas, save_in_background
 from dist_ckpt.async_save.trainer.job import Job
 from dist_ckpt.async_save.trainer.start_handshake import SaverInfo, WhenBusy
 from dist_ckpt.async_save.trainer.writer_handle import SaveHandle
@@ -221,6 +221,24 @@ class AsyncSaver:
             )
         self.num_skipped += handle.skipped
         return handle
+
+    def prepare(self, state: State) -> None:
+        """Make the memory for saves of a state, in parallel to training.
+
+        Collective: every rank calls this. Call it after `restore`, and best after a first step: the
+        optimizers have their state then, otherwise it is estimated. Without this call the first
+        save makes the memory, and training waits. If there is too little memory, a warning says so,
+        and a save raises the error.
+
+        ValueError if the saver has neither `root` nor `job`.
+        """
+        with self._exclusive(), self._session.operation("prepare"):
+            if self._job is None:
+                raise ValueError(
+                    "this AsyncSaver has no job whose memory it could prepare: create it with "
+                    "root=, the folder of the checkpoints, or with job="
+                )
+            prepare_arenas(self._session, self._job, state)
 
     def fence(self) -> None:
         """Order later work after late copies. Call it before your own code changes weights.

@@ -211,7 +211,7 @@ def test_what_changes_unseen_never_gets_into_a_checkpoint(
     change = CHANGES[kind](model.weight)
     failed = []
     for step in range(3):
-        value = float(model.weight[0])
+        value = model.weight[0].item()
         handle = saver.save(state, tmp_path / str(step), step=step)
         change()
         if (failure := handle.exception(60)) is None:

@@ -296,12 +296,17 @@ class ArenaPool:
         self.newest = max(began_at, key=began_at.__getitem__, default=0)
         self.newest_at = began_at.get(self.newest, 0.0)
         self._arenas: dict[int, Arena] = {}
+        self._has_snapshot = frozenset(began_at)
         self._has_warned = not folder.is_shared_memory  # `JobFolder` has warned already
 
     def find_oldest(self, busy: Collection[int]) -> int:
         """Return the number of the arena that is not busy and was staged longest ago."""
         free = [number for number in range(NUM_ARENAS) if number not in busy]
         return min(free, key=lambda number: number == self.newest)
+
+    def is_unused(self, number: int) -> bool:
+        """Return True if nothing was staged into an arena, also by an earlier run."""
+        return number not in self._arenas and number not in self._has_snapshot
 
     def overwrite_last(self, snapshot: str) -> None:
         """Overwrite a restored snapshot last: a newer one may be incomplete on another rank."""

@@ -36,6 +36,7 @@ from dist_ckpt.core.saving.agreement import (
     SaveArguments,
     SaveCache,
     agree,
+    plan_together,
 )
 from dist_ckpt.core.saving.attachments import read_attached
 from dist_ckpt.core.saving.rank_save import RankSave, StateReader
@@ -280,6 +281,39 @@ def save_in_background(
     return SaveHandle(prepared.arguments.path, options.step, job.writer, save, report)
 
 
+# A snapshot also has its plan, and a page for each file.
+_EXTRA_NBYTES = 16 << 20
+
+
+def prepare_arenas(session: Session, job: Job, state: State) -> None:
+    """Make both arenas for a state in parallel to training. Collective."""
+    with session.channel.exchange("prepare") as preparing:
+        rank_save = RankSave.read(session, state, None)
+        preparing.gather(None)
+        if preparing.is_coordinator:
+            preparing.decide("")
+    preparing.result(str)
+    with session.channel.exchange("plan") as planning:
+        plan = plan_together(session, rank_save.inventory)
+        planning.gather(None)
+        if planning.is_coordinator:
+            planning.decide("")
+    planning.result(str)
+    nbytes = sum(
+        image.nbytes for image in list_images(rank_save.files(plan.save_plan, None, {}, {}))
+    )
+    local = sum(part.nbytes for parts in rank_save.local_state.parts.values() for part in parts)
+    # Replicas are divided among the ranks: the state that optimizers will have is, too.
+    missing = rank_save.local_state.missing_optimizer_nbytes() * nbytes // max(local, 1)
+    devices = rank_save.cuda_devices
+    first = job.arenas.find_oldest(())
+    job.preparation.begin(
+        sorted(range(NUM_ARENAS), key=lambda number: number != first),
+        nbytes + missing + _EXTRA_NBYTES,
+        devices[0] if devices else None,
+    )
+
+
 def _make_room_and_choose_id(options: SaveOptions, _: object, plan: AgreedPlan) -> str:
     options.make_room(plan.nbytes_to_write)
     return secrets.token_hex(16)
@@ -335,6 +369,7 @@ class _BackgroundPreparation:
         job.writer.wait_for(lambda: len(self._busy_arenas()) < NUM_ARENAS, None)
         number = job.arenas.find_oldest(self._busy_arenas())
         nbytes = layout.arena_nbytes(self.snapshot)
+        job.preparation.finish(number)
         job.pinned.release(number, nbytes)
         self.arena_number, self.arena = number, job.arenas.open_fitting(number, nbytes)
 
@@ -406,6 +441,9 @@ def _copy_overlapped(
                 _abort(job, save, error)
 
         job.fence.run(late_end, copy)
+    # The next save needs the other arena.
+    others = set(range(NUM_ARENAS)) - {save.arena}
+    job.preparation.begin(others, arena.nbytes, devices[0])
 
 
 def _find_late(prepared: _BackgroundPreparation) -> Container[str]:

@@ -9,11 +9,16 @@ import gc
 import logging
 import os
 import signal
+import threading
 import time
 import warnings
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import NamedTuple
 from weakref import finalize
+
+import torch
 
 from dist_ckpt.async_save.snapshots.arena import ArenaPool, find_only_copy
 from dist_ckpt.async_save.snapshots.job_folder import ROLES, JobFolder, RankFolder
@@ -21,6 +26,7 @@ from dist_ckpt.async_save.trainer.writer_handle import PROGRAMS, WriterHandle
 from dist_ckpt.async_save.writer.writer_messages import WRITER_END_S, Hello
 from dist_ckpt.core.runtime.lock_files import LockFile, LockOwner
 from dist_ckpt.core.runtime.processes import running_time
+from dist_ckpt.core.runtime.threads import POLL_S
 from dist_ckpt.core.shard_io.memory.cuda import Fence, PinnedArenas, SideStreams
 from dist_ckpt.errors import CheckpointError, ConflictError, StorageError
 from dist_ckpt.message_text import ranks_text
@@ -37,6 +43,72 @@ _KILL_S = 10.0
 _END_CHECK_INTERVAL_S = 0.02
 
 _MAX_WORDS_NBYTES = 4096
+
+_LOWEST_PRIORITY = 19
+
+
+class ArenaPreparation:
+    """Makes arenas in parallel to training: allocates, touches and pins them, one after another.
+
+    The threads have the lowest priority, and pause between the pinned pieces: a training step that
+    launches work on a device waits for a piece. One thread uses this object.
+    """
+
+    def __init__(self, arenas: ArenaPool, pinned: PinnedArenas) -> None:
+        self._arenas, self._pinned = arenas, pinned
+        self._ready: dict[int, threading.Event] = {}
+        self._thread: threading.Thread | None = None
+        self._hurry = threading.Event()
+        self._is_closed = False
+
+    def begin(self, numbers: Iterable[int], nbytes: int, device: torch.device | None) -> None:
+        """Begin with arenas that no save uses, in this order, unless they are prepared already.
+
+        An arena with a snapshot of an earlier run stays as it is, until a save needs it.
+        """
+        if self._thread is not None and self._thread.is_alive():
+            return
+        unused = [number for number in numbers if self._arenas.is_unused(number)]
+        self._ready = {number: threading.Event() for number in unused}
+        if unused:
+            work = partial(self._run, unused, nbytes, device)
+            thread = threading.Thread(target=work, name="dist_ckpt arena", daemon=True)
+            with suppress(RuntimeError):  # out of threads: each save makes its arena
+                thread.start()
+                self._thread = thread
+
+    def finish(self, number: int) -> None:
+        """Wait until an arena is prepared, if it was begun. There are no more pauses until then."""
+        if (ready := self._ready.get(number)) is not None and self._thread is not None:
+            self._hurry.set()
+            while not ready.wait(POLL_S) and self._thread.is_alive():
+                pass
+            self._hurry.clear()
+
+    def close(self) -> None:
+        """Prepare no more, and wait for the end of what has begun."""
+        self._is_closed = True
+        self._hurry.set()
+        thread = self._thread
+        # A dropped job may end in this thread itself.
+        while thread not in (None, threading.current_thread()) and thread.is_alive():
+            thread.join(POLL_S)
+
+    def _run(self, numbers: Sequence[int], nbytes: int, device: torch.device | None) -> None:
+        with suppress(OSError):  # of this thread only, and of the threads that it starts
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+        for number in numbers:
+            if not self._is_closed:
+                self._prepare(number, nbytes, device)
+            self._ready[number].set()
+
+    def _prepare(self, number: int, nbytes: int, device: torch.device | None) -> None:
+        try:
+            arena = self._arenas.open_fitting(number, nbytes)
+            if device is not None:
+                self._pinned.pin(number, arena.memory, device, self._hurry)
+        except (CheckpointError, OSError) as error:
+            _log.warning("an arena cannot be prepared in parallel to training: %s", error)
 
 
 class Job:
@@ -65,7 +137,10 @@ class Job:
         self.copies_first = False
         self._world_size = hello.world_size
         self._has_removed_stale = False
-        self._resources = _Resources(self._lock, self.arenas, self.pinned, self.fence, self.writer)
+        self.preparation = ArenaPreparation(self.arenas, self.pinned)
+        self._resources = _Resources(
+            self._lock, self.arenas, self.pinned, self.preparation, self.fence, self.writer
+        )
         self._finalizer = finalize(self, _detach_unclosed, self._resources, hello.job)
         # The exit of the process releases the resources.
         self._finalizer.atexit = False
@@ -116,6 +191,7 @@ class Job:
             writer.close(CLOSE_TIMEOUT_S)
             self.remove_stale_folders(has_all_ranks=False)
         finally:
+            self.preparation.close()
             self.pinned.close()
             self.arenas.close()
             self._lock.release()
@@ -151,12 +227,14 @@ class _Resources(NamedTuple):
     lock: LockFile
     arenas: ArenaPool
     pinned: PinnedArenas
+    preparation: ArenaPreparation
     fence: Fence
     writer: WriterHandle
 
     def detach(self) -> None:
         """Let the writer finish staged saves; release the lock. Does not wait for storage."""
         try:
+            self.preparation.close()
             self.fence.wait_until_staged()
             self.pinned.close()
         finally:

@@ -97,6 +97,11 @@ class LocalState:
                 names.update(child_name(fqn, name) for key, name in named.items() if key in stepped)
         return frozenset(names)
 
+    def missing_optimizer_nbytes(self) -> int:
+        """Estimate the state that the optimizers have after their first step, and not yet."""
+        optimizers = (leaf.state for _, leaf in self.owners if isinstance(leaf, OptimizerLeaf))
+        return sum(optimizer.missing_nbytes() for optimizer in optimizers)
+
     def reader(self, fqn: str, number: int) -> TensorReader:
         """Return the memory of one cell of a tensor."""
         return TensorReader(self.parts[fqn][number])

@@ -17,6 +17,7 @@ from inspect import Parameter, signature
 from typing import Any, TypeGuard
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dist_ckpt.core.runtime.torch_private import LOAD_HOOKS, SAVE_HOOKS
@@ -52,6 +53,15 @@ class OptimizerState:
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters of all groups."""
         return [parameter for group in self.groups for parameter in group[_PARAMS]]
+
+    def missing_nbytes(self) -> int:
+        """Estimate the state of this rank's parameters that have none before the first step."""
+        return sum(
+            _local_nbytes(parameter) * _count_moments(group)
+            for group in self.groups
+            for parameter in group[_PARAMS]
+            if parameter.requires_grad and not self.state.get(parameter)
+        )
 
     @property
     def is_capturable(self) -> bool:
@@ -354,3 +364,14 @@ def _is_group(group: object) -> TypeGuard[Mapping[str, Any]]:
         and isinstance(group.get(_PARAMS), list)
         and all(type(key) in (int, str) for key in group[_PARAMS])
     )
+
+
+def _local_nbytes(parameter: torch.Tensor) -> int:
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).nbytes
+
+
+def _count_moments(group: Mapping[str, Any]) -> int:
+    """Return how many tensors of a parameter's size a usual optimizer has, by its options."""
+    if "betas" in group:
+        return 2 + bool(group.get("amsgrad"))
+    return bool(group.get("momentum")) + ("alpha" in group) + bool(group.get("centered"))

@@ -35,6 +35,9 @@ COPY_TIMEOUT_S = 1800.0
 # The memory is pinned for all devices of the process (cudaHostRegisterPortable).
 _PORTABLE = 1
 
+# Longer than a piece takes, 4 ms, so that training continues between two.
+_PAUSE_S = 0.02
+
 T = TypeVar("T")
 Stream = torch.cuda.Stream
 Event = torch.cuda.Event
@@ -257,12 +260,16 @@ class Fence:
 class PinnedMemory:
     """Memory that is pinned for the devices until `close`, in pieces. This object keeps it mapped.
 
-    `error` is the error code of CUDA, or 0. After an error nothing is pinned.
+    `error` is the error code of CUDA, or 0. After an error nothing is pinned. Until `hurry` is set,
+    there is a pause after each piece: training can launch no work while one is pinned.
     """
 
-    def __init__(self, view: memoryview, device: torch.device) -> None:
+    def __init__(
+        self, view: memoryview, device: torch.device, hurry: threading.Event | None = None
+    ) -> None:
         self.view = view
         self._device = device
+        self._hurry = hurry
         self._runtime = torch.cuda.cudart()
         self._addresses: list[int] = []
         self.error = _call_in_new_thread(device, self._register)
@@ -276,6 +283,8 @@ class PinnedMemory:
             if error := int(self._runtime.cudaHostRegister(address, size, _PORTABLE)):
                 return error
             self._addresses.append(address)
+            if self._hurry is not None:
+                self._hurry.wait(_PAUSE_S)
         return 0
 
     def _unregister(self) -> None:
@@ -297,13 +306,22 @@ class PinnedArenas:
         self._pinned: dict[int, PinnedMemory] = {}
         self._has_warned = False
 
-    def pin(self, number: int, view: memoryview, device: torch.device) -> None:
-        """Pin the memory of an arena if it is new. If that fails, it stays unpinned: warn once."""
+    def pin(
+        self,
+        number: int,
+        view: memoryview,
+        device: torch.device,
+        hurry: threading.Event | None = None,
+    ) -> None:
+        """Pin the memory of an arena if it is new. If that fails, it stays unpinned: warn once.
+
+        `hurry`: see `PinnedMemory`.
+        """
         pinned = self._pinned.get(number)
         if pinned is None or pinned.view.obj is not view.obj:
             if pinned is not None:
                 pinned.close()
-            self._pinned[number] = PinnedMemory(view, device)
+            self._pinned[number] = PinnedMemory(view, device, hurry)
             error = self._pinned[number].error
             if error and not self._has_warned:
                 self._has_warned = True
