@@ -32,7 +32,12 @@ from dist_ckpt.core.state.named_optimizers import (
 )
 from dist_ckpt.core.state.optimizer_state import GROUPS, STATE, check_reported
 from dist_ckpt.core.state.sharding_rules import ShardingRules, find_job_mesh
-from dist_ckpt.core.state.tensors.local_tensors import PLAIN, check_class, is_array, is_ordinary
+from dist_ckpt.core.state.tensors.local_tensors import (
+    PLAIN,
+    check_class,
+    is_array,
+    is_contiguous_memory,
+)
 from dist_ckpt.core.state.tensors.locate_tensor import LocalTensor, locate_for_save, tie_key
 from dist_ckpt.core.state.tensors.plain_torch import without_tensors
 from dist_ckpt.core.state.tensors.tensor_subclasses import is_wrapper_subclass
@@ -354,7 +359,7 @@ class _InventoryBuilder:
         if type(value) is not torch.Tensor and isinstance(value, torch.nn.Parameter):
             self.parameters[fqn] = value.requires_grad
         kind = None
-        if self.rules is None and is_ordinary(value):
+        if self.rules is None and is_contiguous_memory(value):
             kind = value.dtype, value.shape
             if (entry := self.kinds.get(kind)) and self._is_first(fqn, leaf, value):
                 # A tensor of the same dtype and shape has been described below.

@@ -60,15 +60,21 @@ def check_class(tensor: torch.Tensor, fqn: str) -> None:
 
 
 def is_ordinary(value: object) -> TypeGuard[torch.Tensor]:
-    """Return True if a leaf is a contiguous tensor in host memory that `to_plain_tensor` accepts.
+    """Return True for a tensor in host memory that `is_contiguous_memory`."""
+    return is_contiguous_memory(value) and value.is_cpu
 
-    This fast check is True for most leaves. If it is False, `to_plain_tensor` may still accept the
-    leaf. The dtype is not checked.
+
+def is_contiguous_memory(value: object) -> TypeGuard[torch.Tensor]:
+    """Return True if a leaf is a contiguous tensor that `to_plain_tensor` accepts.
+
+    This fast check is True for most leaves on the CPU and on CUDA devices. If it is False,
+    `to_plain_tensor` may still accept the leaf. The dtype is not checked.
     """
     if type(value) not in PLAIN:
         return False
     assert isinstance(value, torch.Tensor)
-    if not value.is_cpu or value.is_nested or value.layout != torch.strided:
+    is_known = value.is_cpu or value.is_cuda
+    if not is_known or value.is_nested or value.layout != torch.strided:
         return False
     try:
         stop = value.storage_offset() * value.itemsize + value.nbytes
