@@ -392,6 +392,37 @@ def test_state_that_cannot_be_joined_is_in_the_way_only_if_it_is_loaded(path: Pa
     assert "model.w" in rename_checkpoint(opened, {**rule, "optim": None}).catalog.tensors
 
 
+@pytest.mark.parametrize("what", ["lacking", "unequal"])
+def test_state_that_cannot_be_joined_may_come_from_another_source(what: str, path: Path) -> None:
+    model, other = plain("a", "b"), plain("ab", shape=(4, 3))
+    optimizer, states = (torch.optim.Adam(m.parameters()) for m in (model, other))
+    for names in ("a",) if what == "lacking" else ("ab", "a"):
+        stepped(model, optimizer, *names)
+    stepped(other, states)
+    dc.save({"model": model, "optim": optimizer}, path)
+    dc.save({"model": other, "optim": states}, other_path := path.parent / "other")
+    joined = dc.Source(path, rename=JOIN)
+    words = "is not saved" if what == "lacking" else "would be one value"
+    with pytest.raises(dc.IncompatibleError, match=words):
+        load_from([joined, other_path])
+    for sources in (
+        [dc.Source(path, rename=JOIN, exclude="optim"), other_path],
+        [dc.Source(other_path, exclude="model"), joined],
+        {"model": joined, "optim": other_path},
+    ):
+        live, loaded = load_from(sources)
+        assert torch.equal(live.ab, torch.cat([model.a, model.b]))
+        moment = loaded.state[live.ab]["exp_avg"]
+        assert torch.equal(moment, states.state[other.ab]["exp_avg"])
+
+
+def load_from(sources: Any) -> tuple[Any, Any]:
+    live = plain("ab", shape=(4, 3))
+    optimizer = torch.optim.Adam(live.parameters())
+    dc.load({"model": live, "optim": optimizer}, sources)
+    return live, optimizer
+
+
 def test_unequal_shapes_and_dtypes_are_named(path: Path) -> None:
     rule = {"e.{e}": [dc.Stack("e"), "all"]}
     live = {"all": torch.ones(2, 2)}

@@ -71,10 +71,10 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
         ),
         derived=_merge_derived(views),
         equal={
-            name: tuple(with_source(view.number, fqn) for fqn in fqns)
-            for view in views
-            for name, fqns in view.saved.equal.items()
-            if view.scope.provides(name)
+            name: tuple(with_source(names.number, fqn) for fqn in fqns)
+            for names in provided
+            for name, fqns in names.saved.equal.items()
+            if name in names.leaves
         },
         main={with_source(n, fqn): v for n, main in mains.items() for fqn, v in main.items()},
         read=_merge_readers({view.number: view.saved.read for view in views}),
@@ -82,9 +82,10 @@ def merge_sources(views: Sequence[SourceView], paths: Sequence[str]) -> SavedTre
         problems=(*problems, *allocation.clashes()),
         state_problems=tuple(
             (state, f"{view.scope.path}: {text}")
-            for view in views
+            for number, view in enumerate(views)
             for state, text in view.saved.state_problems
             if view.scope.provides(state)
+            if not any(state in earlier.all_names for earlier in provided[:number])
         ),
         order=sorted(leaves),
         objects=sorted(
