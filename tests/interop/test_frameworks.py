@@ -382,7 +382,7 @@ def test_a_part_of_a_model_that_is_not_there_is_named(
             torch.save(parts, made / f"pytorch_{path.stem}.bin")
     lost = next(made.glob(f"*model-0000{number}-of-00003.{suffix}"))
     lost.unlink()
-    with pytest.raises(NotFoundError, match=f"lacks {lost.name}.*copy it there"):
+    with pytest.raises(NotFoundError, match=f"lacks {lost.name}, of 3 files.*copy it there"):
         imports.from_accelerate(made, tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
 

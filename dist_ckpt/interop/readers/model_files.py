@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from dist_ckpt.core.format import strict_json
 from dist_ckpt.core.format.strict_json import Json
@@ -115,12 +116,19 @@ def _check_numbers(model: ModelFiles, folder: str) -> None:
             f"{folder} has files of several saves: {listed([*model.files])}: move those of the "
             f"others away"
         )
-    present = {number for number, _ in numbers.values()}
-    missing = [n for n in range(1, max(totals, default=0) + 1) if n not in present]
-    if missing and not model.is_sharded:  # DCP takes numbers of the user, who may leave one out
+    present = {number for number, total in numbers.values() if 0 < number <= total}
+    num_missing = max(totals, default=0) - len(present)
+    if num_missing > 0 and not model.is_sharded:  # DCP's users choose its numbers
+        first = next(match for match in matches.values() if match)
+        missing = (n for n in range(1, max(totals) + 1) if n not in present)
+        names = [
+            f"{first[1]}-{n:0{len(first[2])}d}{first.string[first.end(2) :]}"
+            for n in islice(missing, 3)
+        ]
+        more = f" and {num_missing - len(names)} more" if num_missing > len(names) else ""
         raise NotFoundError(
-            f"{folder}: of {max(totals)} files of {model.name!r}, {len(missing)} are missing: "
-            f"number {listed([str(number) for number in missing])}; copy them there"
+            f"{folder} lacks {', '.join(names)}{more}, of {max(totals)} files of "
+            f"{model.name!r}: copy {'it' if num_missing == 1 else 'them'} there"
         )
 
 
