@@ -87,6 +87,7 @@ def folder_of(root: str, step: int) -> str:
 def save_and_change(rank: int, root: str, job: str, world_size: int, rounds: int) -> list[Any]:
     state = state_of(rank, world_size, 0)
     with dc.AsyncSaver(job=job) as saver:
+        saver.prepare(state)
         for step in range(1, rounds + 1):
             assign(state, step)
             handle = saver.save(state, folder_of(root, step), step=step)

@@ -297,8 +297,9 @@ def prepare_arenas(session: Session, job: Job, state: State) -> None:
         plan = plan_together(session, rank_save.inventory)
         planning.gather(None)
         if planning.is_coordinator:
-            planning.decide("")
-    planning.result(str)
+            planning.decide(secrets.token_hex(16))
+    # The first save of the same state needs no other plan.
+    session.cache(SaveCache).plan = plan = replace(plan, plan_id=planning.result(str))
     nbytes = sum(
         image.nbytes for image in list_images(rank_save.files(plan.save_plan, None, {}, {}))
     )

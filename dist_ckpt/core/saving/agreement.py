@@ -28,7 +28,8 @@ class AgreedPlan:
     The plan is valid until the inventory of a rank changes. `encoded_catalog` is the catalog as in
     an index. `nbytes_to_write` counts all ranks, without files that may be linked.
     `plan_id` identifies the plan on all ranks: the text of the attempt (or of the snapshot's id)
-    that the first save with this plan claimed. It is "" before that save.
+    that the first save with this plan claimed. It is "" before that save, unless the plan was made
+    for it in advance. `is_new` until a save has used the plan.
     """
 
     inventory: Inventory
@@ -37,6 +38,7 @@ class AgreedPlan:
     encoded_catalog: EncodedCatalog
     nbytes_to_write: int
     plan_id: str = ""
+    is_new: bool = True
 
 
 @dataclass(slots=True)
@@ -140,7 +142,7 @@ def agree(
             prepared.accept_plan(cached)
         else:
             cached = None
-        plan_id = cached.plan_id if cached else ""
+        plan_id = f"{cached.plan_id}{' new' * cached.is_new}" if cached and cached.plan_id else ""
         generation = session.collective.generation
         proposal = SaveProposal(prepared.arguments, plan_id, generation, prepared.pattern_problems)
         if (proposals := agreeing.gather(proposal)) is not None:
@@ -149,6 +151,7 @@ def agree(
             agreeing.decide(SaveAgreement(claimed, generation))
     agreement = agreeing.result(agreement_type)
     if agreement.claimed is not None and cached is not None:
+        session.cache(SaveCache).plan = replace(cached, is_new=False)
         return prepared, agreement.claimed, cached
     session.collective.renew(agreement.connection_generation)
     with session.channel.exchange("plan") as planning:
@@ -159,7 +162,7 @@ def agree(
             planning.decide(SaveAgreement(claim(prepared, plan), agreement.connection_generation))
     claimed = planning.result(agreement_type).claimed
     assert claimed is not None
-    session.cache(SaveCache).plan = replace(plan, plan_id=str(claimed))
+    session.cache(SaveCache).plan = replace(plan, plan_id=str(claimed), is_new=False)
     return prepared, claimed, plan
 
 

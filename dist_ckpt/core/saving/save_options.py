@@ -150,7 +150,7 @@ class SaveOptions:
 
     def replica_digests(self, rank_save: RankSave, plan: AgreedPlan) -> ReplicaDigests:
         """Return the digests of this rank's replicas. The first save of a plan compares in full."""
-        whole_nbytes = FIRST_NBYTES if not plan.plan_id else 0
+        whole_nbytes = FIRST_NBYTES if plan.is_new else 0
         return rank_save.replica_digests(
             plan.save_plan, whole_nbytes=inf if self.check_replicas == "all" else whole_nbytes
         )
