@@ -39,7 +39,7 @@ from dist_ckpt.core.runtime.typed_msgpack import Message
 from dist_ckpt.core.saving.rank_save import RankSave, StateReader, sample_offsets
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorReader
 from dist_ckpt.core.state.inventory_builder import LocalState
-from dist_ckpt.core.state.tensors.local_tensors import torch_dtype
+from dist_ckpt.core.state.tensors.local_tensors import as_numpy, torch_dtype
 from dist_ckpt.core.state.tensors.plain_torch import without_tensors
 from dist_ckpt.core.state.tree.containers import find_enclosing_subclass
 from dist_ckpt.message_text import format_size, ranks_text
@@ -146,7 +146,10 @@ def _separate_copies(local: LocalState, own: Sequence[str], rank: int) -> LocalS
             data[name] = rank, local.values[fqn]
         else:
             parts = [part.detach() for part in local.parts[fqn]]
-            data[name] = rank, without_tensors(parts[0] if len(parts) == 1 else parts, name)
+            value: object = parts[0] if len(parts) == 1 else parts
+            if fqn in inventory.numpy and len(parts) == 1:
+                value = as_numpy(parts[0])
+            data[name] = rank, without_tensors(value, name)
     kept = [entry for entry in inventory.tensors if entry.fqn not in chosen]
     trained = {
         entry.fqn: is_trained

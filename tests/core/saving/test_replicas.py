@@ -15,8 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from dist_ckpt.core.checkpoint.open_checkpoint import OpenCheckpoint
 from dist_ckpt.core.comm.session import Session
 from dist_ckpt.core.planning.sharding_config import ShardingConfig
+from dist_ckpt.core.planning.tensor_views import (
+    Mesh,
+    MeshPlaced,
+    Piece,
+    ReplicatedAxis,
+    RuleSharded,
+    ShardedAxis,
+    chunked_view,
+)
 from dist_ckpt.core.saving import replica_copies
 from dist_ckpt.core.saving.replica_copies import mean_of
 from dist_ckpt.core.saving.save import save_together
@@ -134,11 +144,15 @@ def test_the_bytes_of_a_mean_are_the_same_each_time() -> None:
 
 
 def test_copies_are_added_from_the_lowest_rank_to_the_highest() -> None:
-    states = [{"w": torch.tensor([v], dtype=torch.float64)} for v in (1e16, -1e16, 1.0)]
-    storage, live = MemoryStorage(), {"w": torch.zeros(1, dtype=torch.float64)}
-    save_on_threads(storage, states, replicas={"w": "mean"})
-    load_on_threads(storage, [live])
-    assert live["w"].item() == 1 / 3  # in the reverse order it would be 0
+    for values, mean in (
+        ((1e16, -1e16, 1.0), 1 / 3),  # in the reverse order it would be 0
+        ((1.0, 1e16, 1.0), 1e16 / 3),  # equal copies, which are sent once, do not come first
+    ):
+        states = [{"w": torch.tensor([value], dtype=torch.float64)} for value in values]
+        storage, live = MemoryStorage(), {"w": torch.zeros(1, dtype=torch.float64)}
+        save_on_threads(storage, states, replicas={"w": "mean"})
+        load_on_threads(storage, [live])
+        assert live["w"].item() == mean
 
 
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.float16, torch.bfloat16])
@@ -191,6 +205,33 @@ def test_own_copies_are_refused_by_name_on_another_number_of_ranks(world_size: i
         assert not state["model"]["w"].any()
     part = loaded(storage, world_size, exclude=["*.norm", "count"])
     assert all(state["model"]["w"].all() for state in part)
+
+
+def test_own_copies_of_arrays_are_arrays() -> None:
+    states = [{"a": np.ones(2) * rank, "w": torch.ones(1)} for rank in range(2)]
+    storage = MemoryStorage()
+    save_on_threads(storage, states, replicas={"a": "per_rank"})
+    opened = OpenCheckpoint.at(storage, "/runs/ck")
+    assert opened.objects().numpy == ()  # these are not among the tensors
+    opened.close()
+    filled: list[dict[str, Any]] = [{"a": np.zeros(2), "w": torch.zeros(1)} for _ in range(2)]
+    made: list[dict[str, Any]] = [{} for _ in range(2)]
+    for live in (filled, made):
+        arrays = [state["a"] for state in live if state]
+        load_on_threads(storage, live)
+        assert [state["a"].tolist() for state in live] == [[0, 0], [1, 1]]
+        assert {type(state["a"]) for state in live} == {np.ndarray}
+        assert all(map(lambda a, state: a is state["a"], arrays, live))
+
+
+def test_own_copies_are_refused_by_name_on_another_mesh() -> None:
+    storage = MemoryStorage()
+    save_on_threads(storage, cut_states(), sharding=CUT, replicas={"w": "per_rank"})
+    live = [{"w": torch.zeros(2, 2)} for _ in range(4)]
+    other = ShardingConfig({"dp": 4}, {})
+    errors = errors_of(try_load_on_threads(shared_storage(storage), live, sharding=other))
+    assert "w: saved with a copy of each rank" in str(errors[0])
+    assert "(mesh dp 4): the copy of one rank has no meaning for another" in str(errors[0])
 
 
 def test_own_copies_of_another_shape_are_refused_by_name() -> None:
@@ -426,6 +467,24 @@ def test_each_part_of_a_sharded_tensor_has_the_rule(rule: str) -> None:
     load_on_threads(storage, live, sharding=CUT)
     for state, value in zip(live, expected, strict=True):
         assert torch.equal(state["w"], value)
+
+
+def test_parts_of_unequal_shapes_have_no_mean() -> None:
+    states = cut_states()
+    states[2]["w"] = torch.ones(3, 2)
+    options: dict[str, Any] = {"sharding": CUT, "replicas": {"w": "mean"}}
+    outcomes = try_save_on_threads(shared_storage(MemoryStorage()), states, **options)
+    assert "w: dimension 0 is 2 on rank 0 and 3 on rank 2" in str(errors_of(outcomes)[0])
+
+
+@pytest.mark.parametrize(("num_replicas", "expected"), [(1, False), (2, True)])
+def test_only_a_mesh_axis_with_several_ranks_has_copies(num_replicas: int, expected: bool) -> None:
+    mesh = Mesh(("dp", "tp"), (num_replicas, 2), tuple(range(2 * num_replicas)))
+    placed = MeshPlaced(mesh, (ReplicatedAxis(), ShardedAxis(0)))
+    cut = RuleSharded(mesh, ((1,),))
+    fused = RuleSharded(mesh, ((1,),), 0, (Piece(4, (1,)),))
+    for view in (placed, cut, chunked_view(fused, (4,))):
+        assert replica_copies._is_replica(view) is expected
 
 
 def test_shards_without_copies_stay_tensors_under_per_rank() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from dist_ckpt.core.shard_io.memory.torch_tensor import as_words
-from dist_ckpt.core.state.tensors.local_tensors import is_ordinary
+from dist_ckpt.core.state.tensors.local_tensors import is_array, is_ordinary
 from dist_ckpt.core.state.tree.containers import PathKey, create_container
 from dist_ckpt.core.state.tree.live_keys import with_live_class
 
@@ -104,7 +104,8 @@ def own_copy_setter(name: str, parts: Sequence[torch.Tensor], saved: object) -> 
 
     Raises ValueError if a shape or dtype differs.
     """
-    copies = saved if isinstance(saved, list) else [saved]
+    every: list[Any] = saved if isinstance(saved, list) else [saved]
+    copies = [torch.from_numpy(one) if is_array(one) else one for one in every]
     here = [(str(part.dtype), tuple(part.shape)) for part in parts]
     stored = [(str(c.dtype), tuple(c.shape)) for c in copies if isinstance(c, torch.Tensor)]
     if here != stored or len(stored) < len(copies):
