@@ -297,6 +297,15 @@ def test_a_plain_rule_for_a_tensor_that_was_saved_with_pieces_is_refused(tmp_pat
     assert_equal(alone, trained())
 
 
+def test_a_default_cuts_a_fused_tensor_plainly() -> None:
+    whole, storage = torch.arange(48.0).reshape(16, 3), MemoryStorage()
+    states = [{"qkv.w": part_of(whole, SIZES, 0, rank, 2)} for rank in range(2)]
+    save_on_threads(storage, states, sharding=fused(2))
+    parts = [{"qkv.w": torch.zeros(8, 3)} for _ in range(2)]
+    load_on_threads(storage, parts, sharding=dc.ShardingConfig({"dp": 2}, default={"dp": 0}))
+    assert torch.equal(torch.cat([part["qkv.w"] for part in parts]), whole)
+
+
 def test_a_checkpoint_of_a_plain_rule_says_what_is_assumed_and_is_repaired(tmp_path: Path) -> None:
     path, whole = saved(tmp_path, 2, sharding=plain(2)), trained()
     states = [blank(on_rank(whole, rank, 4)) for rank in range(4)]
@@ -310,6 +319,12 @@ def test_a_checkpoint_of_a_plain_rule_says_what_is_assumed_and_is_repaired(tmp_p
     alone = blank(trained())
     assert dc.load(alone, tmp_path / "good").assumed == ()
     assert_equal(alone, whole)
+
+
+def test_parts_of_a_single_piece_are_taken_without_an_assumption(tmp_path: Path) -> None:
+    path, states = saved(tmp_path, 2, sharding=plain(2)), [on_rank(trained(), r, 2) for r in (0, 1)]
+    report = load_on_threads(LocalStorage(), states, path, sharding=fused(2, [16]))
+    assert report.assumed == ()
 
 
 def test_whole_tensors_are_taken_without_an_assumption(tmp_path: Path) -> None:

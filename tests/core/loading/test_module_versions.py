@@ -14,7 +14,15 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import dist_ckpt as dc
+from dist_ckpt.core.planning.module_versions import (
+    encode_metadata,
+    join_versions,
+    merge_versions,
+    versions_of_names,
+)
 from dist_ckpt.core.planning.save import inventories
+from dist_ckpt.core.state.binding.conversions.conversion_decision import decide_conversion
+from dist_ckpt.core.state.module_tensors import Converter
 from dist_ckpt.interop import imports
 from dist_ckpt.interop.torch_save.export import export_file
 
@@ -354,6 +362,46 @@ def test_an_excluded_module_is_not_converted(tmp_path: Path) -> None:
     assert_equal(target[0], before)
 
 
+def test_an_excluded_module_keeps_its_values_beside_one_that_converts(tmp_path: Path) -> None:
+    dc.save({"model": nn.Sequential(First(), First())}, tmp_path / "step")
+    target = with_hook(lambda: nn.Sequential(Second(), Second()))()
+    before = deepcopy(target)
+    dc.load({"model": target}, tmp_path / "step", exclude=["model.0"])
+    assert_equal(target[0], before[0])
+    assert not torch.equal(target[1].w, before[1].w)
+
+
+class Noting(Second):
+    """Notes the conversion in the metadata that it gets."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        super()._load_from_state_dict(state, prefix, metadata, *args)
+        metadata["version"] = 2
+
+
+def test_a_class_may_write_into_the_metadata(tmp_path: Path) -> None:
+    dc.save({"model": nn.Sequential(saved := First())}, tmp_path / "step")
+    dc.load({"model": nn.Sequential(layer := Noting())}, tmp_path / "step")
+    assert torch.equal(layer.w, saved.w.t())
+
+
+class Loads(First):
+    """Counts the calls that load its state."""
+
+    loads = 0
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.loads += 1
+        super()._load_from_state_dict(*args)
+
+
+def test_a_tied_name_that_was_not_saved_is_no_reason_to_convert(tmp_path: Path) -> None:
+    dc.save({"model": Tied(First)}, tmp_path / "step", exclude="model.b.w")
+    target = Tied(Loads)
+    dc.load({"model": target}, tmp_path / "step")
+    assert target.a.loads == target.b.loads == 0
+
+
 def test_a_rename_moves_the_versions(tmp_path: Path) -> None:
     saved, target = in_model(First)(), in_model(Second)()
     expected = torchs_way(saved, target, tmp_path)
@@ -465,3 +513,54 @@ def test_parts_of_two_versions_of_one_module_are_refused(tmp_path: Path) -> None
         dc.save(new, tmp_path / "b", carry_over=report, include="model.*.offset")
     assert not (tmp_path / "b" / "index.json").exists()
     dc.save(new, tmp_path / "b")
+
+
+# --- the decisions alone -----------------------------------------------------------------------
+
+OWN, BY_NAMES = Converter("C"), Converter("C", by_names=True)
+ROOT = Converter("C", overrides_load=True)
+
+
+@pytest.mark.parametrize(
+    ("converter", "before", "now", "names", "expected"),
+    [
+        (OWN, 1, 2, "", {"staged": {"a"}}),
+        (OWN, 2, 1, "", {"staged": {"a"}, "newer": ("a",)}),
+        (OWN, 1, 2, "cut", {"refused": ("a",)}),
+        (OWN, 2, 1, "cut", {"newer": ("a",)}),
+        # Without metadata the first version is assumed.
+        (OWN, None, 1, "", {"staged": {"a"}}),
+        (OWN, None, 1, "cut", {}),
+        (OWN, None, 2, "cut", {"refused": ("a",)}),
+        (ROOT, None, 1, "", {}),
+        (ROOT, None, 2, "", {"staged": {"a"}}),
+        (BY_NAMES, 1, 2, "mismatches", {"renaming": {"a"}}),
+        (BY_NAMES, 1, 2, "mismatches cut", {}),
+    ],
+)
+def test_what_a_module_converts(
+    converter: Converter, before: int | None, now: int, names: str, expected: Any
+) -> None:
+    saved: Any = {} if before is None else {"version": before}
+    decision = decide_conversion(
+        {"a": converter},
+        {"a": {"version": now}},
+        lambda path: saved,
+        mismatches=["a.w"] if "mismatches" in names else [],
+        cut=["a.w"] if "cut" in names else [],
+    )
+    kinds: dict[str, Any] = {"staged": set(), "renaming": set()}
+    kinds |= {"refused": (), "newer": (), "unknown": ()}
+    assert {name: getattr(decision, name) for name in kinds} == {**kinds, **expected}
+
+
+def test_versions_of_ranks_and_of_checkpoints_are_joined() -> None:
+    low, high = ("m", '{"": 1, "a": 1}'), ("m", '{"": 1, "a": 3}')
+    assert merge_versions([low, high]) == merge_versions([high, low]) == {"m": {"": 1, "a": 3}}
+    both = {"m": {"": 2}, "n": {"": 3}}
+    assert join_versions({"m": {"": 2}}, {"n": {"": 3}}, ["m.w"], ["n.w"]) == both
+    with pytest.raises(ValueError, match="carry_over: m has version 2, and version 1 in"):
+        join_versions({"m": {"": 2}}, {"m": {"": 1}}, ["m.a"], ["m.b"])
+    assert versions_of_names({"": {"": 2}, "m": {"": 2}}, ["w"]) == {"": {"": 2}}
+    # `load_state_dict(assign=True)` adds an entry to the metadata that it gets.
+    assert encode_metadata({"version": 2, "assign_to_params_buffers": True}) == 2

@@ -200,6 +200,22 @@ def test_of_two_sources_that_make_one_name_the_first_provides_it(path: Path) -> 
     assert torch.equal(state["v"], weight.T)
 
 
+def test_more_than_ten_are_stacked_by_their_numbers(path: Path) -> None:
+    dc.save({f"e.{n}": torch.tensor(float(n)) for n in reversed(range(12))}, path)
+    live = {"x": torch.zeros(12)}
+    dc.load(live, path, rename={"e.{e}": [dc.Stack("e"), "x"]})
+    assert live["x"].tolist() == [*range(12)]
+
+
+def test_a_tied_name_takes_operations(path: Path) -> None:
+    weight = torch.randn(2, 3)
+    dc.save({"a": weight, "b": weight}, path)
+    live = {"a": torch.zeros(2, 3), "turned": torch.zeros(3, 2)}
+    dc.load(live, path, rename={"b": [dc.Transpose(), "turned"]})
+    assert torch.equal(live["a"], weight)
+    assert torch.equal(live["turned"], weight.T)
+
+
 def test_a_meta_model_is_filled_by_operations(path: Path) -> None:
     model, _ = trained(Layer, steps=0)
     dc.save({"model": model}, path)
@@ -556,6 +572,27 @@ def test_parts_in_several_groups_are_refused(path: Path) -> None:
     dc.save({"model": model, "optim": optimizer}, path)
     with pytest.raises(dc.IncompatibleError, match=r"model\.ab' are in several parameter groups"):
         load_joined(path)
+
+
+def test_moments_of_several_dtypes_are_refused(path: Path) -> None:
+    model = plain("a", "b")
+    optimizer = torch.optim.Adam(model.parameters())
+    stepped(model, optimizer)
+    optimizer.state[model.b]["exp_avg"] = torch.ones(2, 3, dtype=torch.bfloat16)
+    dc.save({"model": model, "optim": optimizer}, path)
+    with pytest.raises(dc.IncompatibleError, match=r"ab\.exp_avg' would have parts of several dty"):
+        load_joined(path)
+
+
+def test_the_steps_of_stacked_numbers_are_one_step(path: Path) -> None:
+    model = nn.ParameterList([torch.ones(()), torch.ones(())])
+    optimizer = torch.optim.Adam(model)
+    stepped(model, optimizer)
+    dc.save({"model": model, "optim": optimizer}, path)
+    live = nn.ParameterDict({"w": torch.zeros(2)})
+    new = torch.optim.Adam(live.values())
+    dc.load({"model": live, "optim": new}, path, rename={"model.{n}": [dc.Stack("n"), "model.w"]})
+    assert new.state[live["w"]]["step"].shape == ()
 
 
 def test_state_of_another_shape_is_refused(path: Path) -> None:

@@ -319,6 +319,7 @@ class Factored(torch.optim.Optimizer):
                 "row": torch.arange(float(rows)),
                 "col": torch.arange(float(columns)),
                 "kept": torch.arange(float(rows)).reshape(rows, 1),
+                "flat": torch.arange(float(columns)).reshape(1, columns),
                 "step": torch.tensor(3.0),
             }
 
@@ -339,13 +340,18 @@ def test_factors_follow_in_the_dimension_that_is_clear(is_fresh: bool, tmp_path:
     rest = [0.0] * 30 if is_fresh else [float(n) for n in range(50, 80)]
     expected = [*map(float, range(50)), *rest]
     assert factors["row"].tolist() == factors["kept"].flatten().tolist() == expected
-    assert factors["col"].tolist() == [0, 1, 2, 3, 4]
+    assert factors["col"].tolist() == factors["flat"].flatten().tolist() == [0, 1, 2, 3, 4]
     assert factors["step"] == 3
     # As many columns as rows: the factors look alike.
     dc.save(state(SAVED, SAVED, stepped=True), tmp_path / "square")
     taken = state(80, SAVED, stepped=False)
     with pytest.raises(dc.IncompatibleError, match=r"optim.*\.row: .*is not clear: exclude"):
         dc.load(taken, tmp_path / "square", resize={"model.weight": WORDS})
+    # Those with a dimension of size 1 do not.
+    options: dict[str, Any] = {"exclude": ["*.row", "*.col"], "resize": {"model.weight": WORDS}}
+    dc.load(taken, tmp_path / "square", **options)
+    factors = taken["optim"].state[taken["model"].weight]
+    assert (factors["kept"].shape, factors["flat"].shape) == ((80, 1), (1, SAVED))
 
 
 # --- what is refused -------------------------------------------------------------------------

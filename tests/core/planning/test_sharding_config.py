@@ -49,6 +49,7 @@ def test_the_pieces_are_of_the_dimension_that_the_axes_cut() -> None:
     assert (bias.dim, bias.pieces) == (0, weight.pieces)
     both = config.view_for("b", 2)
     assert (both.axes, both.dim, both.pieces) == (((0,), (1,)), 1, (Piece(4, (1,)),))
+    assert ShardingConfig.from_json(config.to_json()).view_for("b", 2) == both
     unclear = ShardingConfig(GRID, {"b": {"dp": 0, "tp": 1, "pieces": [4, 4]}})
     with pytest.raises(ValueError, match=r"name an axis .* such as \"pieces\": \{'dp': \[4, 4\]\}"):
         unclear.view_for("b", 2)

@@ -21,6 +21,7 @@ from ranks import save_on_threads
 
 Rules = dict[str, dict[str, int]]
 CUT: Rules = {"*weight": {"tp": 0}}
+NAMED = CUT | {"*.own_mean": {"tp": 0}}
 
 
 def make_state(shapes: Mapping[str, tuple[int, ...]], keys: Any, rank: int) -> dict[str, Any]:
@@ -93,19 +94,20 @@ def test_matrices_of_ranks_are_refused_on_another_number(world_size: int, more: 
 
 
 @pytest.mark.parametrize(
-    ("shapes", "keys", "rules"),
+    ("shapes", "keys", "saved_by", "rules"),
     [
-        (SQUARE_PARTS, {"exp_avg": like}, CUT),
-        (SQUARE_PARTS | {"bias": (3,)}, {"own_mean": like}, CUT),
-        (SQUARE_PARTS, {"own_mean": like}, CUT | {"*.own_mean": {"tp": 0}}),
-        ({"weight": (4, 6)}, {"own_mean": like}, CUT),
+        (SQUARE_PARTS, {"exp_avg": like}, CUT, CUT),
+        (SQUARE_PARTS | {"bias": (3,)}, {"own_mean": like}, CUT, CUT),
+        (SQUARE_PARTS, {"own_mean": like}, NAMED, NAMED),
+        (SQUARE_PARTS, {"own_mean": like}, NAMED, CUT),
+        ({"weight": (4, 6)}, {"own_mean": like}, CUT, CUT),
     ],
-    ids=["known", "other parameters", "a rule", "not square"],
+    ids=["known", "other parameters", "a rule", "a rule of the save", "not square"],
 )
 def test_elementwise_state_loads_on_any_number_of_ranks(
-    shapes: Any, keys: Any, rules: Rules
+    shapes: Any, keys: Any, saved_by: Rules, rules: Rules
 ) -> None:
-    checkpoint = save_on_two(shapes, keys, rules)
+    checkpoint = save_on_two(shapes, keys, saved_by)
     (key,) = keys
     rows, columns = shapes["weight"]
     for world_size in (1, 4):
@@ -163,6 +165,7 @@ def test_keys_are_elementwise_if_a_parameter_that_is_not_square_shows_it() -> No
             *(("b", shape, shape) for shape in [(3, 3), (1, 1)]),
             ("c", (3, 4), (3, 4)),
             ("c", (3, 3), (3, 2)),
+            ("c", (2, 4), (2, 4)),
             ("d", (3,), (3,)),
             ("e", (3, 3), ()),
             ("exp_avg", (3, 4), (2, 4)),

@@ -60,6 +60,10 @@ def hollow_models() -> dict[str, tuple[Any, str]]:
     Hook(made[1], place_submodules=True)
     made[1]._hf_hook = SequentialHook(object(), made[1]._hf_hook)
     models["offloaded by several hooks"] = made, "get_state_dict_offloaded_model"
+    made = model()
+    Hook(made, place_submodules=True)
+    made[0] = nn.Linear(2, 2)
+    models["offloaded by a hook above"] = made, "get_state_dict_offloaded_model"
     return models
 
 
@@ -81,6 +85,12 @@ def test_they_are_refused_at_a_save_and_a_load(name: str, tmp_path: Path) -> Non
     dc.save({"model": made}, tmp_path / "c", include="model.0")
 
 
+def test_a_hollow_part_of_several_modules_is_refused(tmp_path: Path) -> None:
+    partition(hollow := nn.ModuleDict({"b": nn.Linear(2, 2)}))
+    with pytest.raises(ValueError, match=r"model\.b\.weight: it is empty here"):
+        dc.save({"model": [nn.ModuleDict({"a": nn.Linear(2, 2)}), hollow]}, tmp_path / "a")
+
+
 def test_a_partitioned_parameter_in_a_dict_is_refused(tmp_path: Path) -> None:
     partition(made := model())
     state = dict(made.named_parameters())
@@ -91,12 +101,15 @@ def test_a_partitioned_parameter_in_a_dict_is_refused(tmp_path: Path) -> None:
         dc.load({"model": state}, tmp_path / "b")
 
 
-def test_gathered_and_truly_empty_parameters_are_stored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("status", [ZeroParamStatus.AVAILABLE, 1])
+def test_gathered_and_truly_empty_parameters_are_stored(status: Any, tmp_path: Path) -> None:
     partition(made := model(), ZeroParamStatus.AVAILABLE)
     made.empty = nn.Parameter(torch.empty(0))
     made.kept = nn.Parameter(torch.empty(0, 3))
     made.list = nn.ParameterList([torch.empty(0)])
     partition(made.list, ZeroParamStatus.AVAILABLE)
+    for parameter in made.parameters():
+        parameter.ds_status = status
     dc.save({"model": made}, tmp_path / "a")
     expected = made[0].weight.detach().clone()
     nn.init.zeros_(made[0].weight)

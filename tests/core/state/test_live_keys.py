@@ -50,7 +50,9 @@ def test_only_what_str_writes_for_64_bits_is_the_text_of_an_integer() -> None:
 def test_a_dict_becomes_the_class_that_the_state_has_there() -> None:
     live: Any
     for live in (Counter({1: 2}), OrderedDict({1: 0}), defaultdict(list, {1: []})):
+        before = live.copy()
         new = with_live_class({3: 4}, live)
+        assert live == before
         assert type(new) is type(live)
         assert new == {3: 4}
     assert with_live_class({3: 4}, defaultdict(list)).default_factory is list  # type: ignore[attr-defined]

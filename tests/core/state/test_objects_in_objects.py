@@ -112,6 +112,11 @@ def test_an_inner_value_of_each_rank_comes_back_by_its_key() -> None:
     assert isinstance(target["o"].rng, RNG)
 
 
+def test_an_inner_object_of_each_rank_needs_an_object_that_loads_it() -> None:
+    saved = save({"o": Outer(inner=PerRank(Inner(5)), n=1)})
+    refuses(saved, {"o": Outer(n=0)}, "o.inner: saved by the state_dict of an object")
+
+
 def test_an_inner_value_that_a_reshard_drops_keeps_its_value() -> None:
     saved = save(*({"o": Outer(own=PerRank(r), n=1)} for r in range(2)))
     target: Any = Outer(own=PerRank(5, on_reshard="drop"), n=0)

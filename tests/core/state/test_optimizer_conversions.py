@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.optim import Optimizer
 
+from dist_ckpt.core.state.optimizer_state import find_lost_counters
 from dist_ckpt.errors import CheckpointError, IncompatibleError
 from in_memory import load, save
 from wrapped_optimizers import Delegating, SlowWeightsWithin, ZeroRedundancyOptimizer
@@ -289,6 +290,17 @@ def test_state_that_a_pattern_cuts_is_not_converted() -> None:
     assert all(entries.keys() == {"exp_avg", "exp_avg_sq"} for entries in optimizer.state.values())
 
 
+def test_state_of_another_class_may_lack_what_the_class_converts() -> None:
+    model = make_model(torch.optim.SGD)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    train(model, sgd, 1)
+    checkpoint = save({"model": model, "optim": sgd})
+    adam = torch.optim.Adam(model.parameters())
+    load(checkpoint, {"model": model, "optim": adam}, strict=False)
+    buffers = [{"momentum_buffer": entries["momentum_buffer"]} for entries in sgd.state.values()]
+    assert equal([*adam.state.values()], buffers)
+
+
 class Strict(torch.optim.AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -420,6 +432,12 @@ def test_the_inner_optimizer_of_a_partition_converts() -> None:
     assert equal([*zero.optim.state.values()], [*torchs.state.values()])
     assert [zero.param_groups[0]["lr"], zero.optim.param_groups[0]["lr"]] == [0.01] * 2
     train(model, zero, 1)
+    # A switch that was not saved takes the default of the class, in the outer groups too.
+    checkpoint = save({"model": model.state_dict(), "optim": without_switches(state_dict)})
+    for groups in (zero.param_groups, zero.optim.param_groups):
+        groups[0]["amsgrad"] = True
+    load(checkpoint, {"model": model, "optim": zero})
+    assert zero.param_groups[0]["amsgrad"] is zero.optim.param_groups[0]["amsgrad"] is False
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -502,6 +520,14 @@ def train_step(optimizer: Any) -> None:
         for parameter in group["params"]:
             parameter.grad = torch.ones_like(parameter)
     getattr(optimizer, "optimizer", optimizer).step()
+
+
+def test_only_numbers_in_groups_are_counters() -> None:
+    optimizer = ScheduleFree([torch.ones(2)])
+    saved = {"k": 3, "order": [1.0, 2.0], "lr": 0.5}
+    text = find_lost_counters(optimizer, saved, {"k": 0, "order": torch.ones(2), "lr": 0.1})
+    assert text is not None
+    assert text.startswith("k, which ScheduleFree keeps there")
 
 
 def test_options_that_a_load_leaves_out_are_no_warning() -> None:

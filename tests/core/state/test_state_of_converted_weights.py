@@ -168,9 +168,20 @@ def test_state_of_a_parameter_that_keeps_its_value_is_loaded(
 
 @pytest.mark.parametrize("exclude", ["model", "model.0.bias"])
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_weight_that_is_not_loaded_counts_too(exclude: str, strict: bool, saved: Path) -> None:
+def test_a_weight_that_is_not_loaded_counts_too(
+    exclude: str, strict: bool, saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     assert refusal(saved, fresh(Second(torch.t)), exclude=exclude, strict=strict) == TEXT
     dc.load(fresh(Second(torch.clone)), saved, exclude=exclude, strict=strict)
+    assert not caplog.records
+
+
+def test_state_of_a_sharded_weight_that_is_not_loaded_gives_a_warning(
+    saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sharding = dc.ShardingConfig({"tp": 1}, {"*.weight": {"tp": 0}})
+    dc.load(fresh(Second(torch.t)), saved, exclude="model", sharding=sharding)
+    assert f"{STATE}, optim.state.model.0.bias: the class of the model may" in caplog.text
 
 
 def test_state_that_the_user_converts_is_loaded(saved: Path) -> None:
