@@ -522,6 +522,47 @@ class Strict(torch.nn.Linear):
         return super().load_state_dict(*args, **options)
 
 
+def test_a_scale_that_an_operation_moves_is_loaded(tmp_path: Path) -> None:
+    weight, scale = codes(shape=(4, 3)), factors(4, 1)
+    dc.save({"a.weight": weight, "a.weight_scale": scale}, tmp_path / "ck")
+    live = {"a.weight": torch.zeros(4, 3), "s": torch.zeros(1, 4)}
+    dc.load(live, tmp_path / "ck", cast=True, rename={"a.weight_scale": [dc.Transpose(), "s"]})
+    assert torch.equal(live["a.weight"], weight.float())
+    assert torch.equal(live["s"], scale.T)
+
+
+def test_a_state_that_asks_for_the_scale_gets_both_as_saved(tmp_path: Path) -> None:
+    saved = {"a.weight": codes(shape=(4, 3)), "a.weight_scale": factors(4, 1)}
+    dc.save(saved, tmp_path / "ck")
+    live: dict[str, Any] = dict.fromkeys(saved)
+    dc.load(live, tmp_path / "ck", dequantize=True)
+    for name, tensor in saved.items():
+        assert live[name].dtype == tensor.dtype
+        assert torch.equal(live[name].view(torch.uint8), tensor.view(torch.uint8))
+
+
+class Eight(torch.nn.Module):
+    """A module of the second version, with a weight of 8 bits."""
+
+    _version = 2
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(4, 4).to(dtype), requires_grad=False)
+
+
+class OldEight(Eight):
+    _version = 1
+
+
+def test_products_are_no_integers_of_a_module_that_converts(tmp_path: Path) -> None:
+    old = OldEight(E4M3)
+    old.register_buffer("weight_scale", factors(4, 1))
+    dc.save({"model": old}, tmp_path / "ck")
+    with pytest.raises(IncompatibleError, match=r"saved as float8_e4m3fn, the state has int8"):
+        dc.load({"model": Eight(torch.int8)}, tmp_path / "ck", dequantize=True)
+
+
 def test_a_module_with_its_own_load_gets_the_products(tmp_path: Path) -> None:
     weight, scale = codes(), factors(3, 2)
     path = folder(tmp_path, {"weight": weight, "weight_scale_inv": scale})
