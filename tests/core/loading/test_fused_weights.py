@@ -287,23 +287,16 @@ def test_pieces_of_another_size_than_the_saved_tensor_are_refused(tmp_path: Path
 def test_a_plain_rule_for_a_tensor_that_was_saved_with_pieces_is_refused(tmp_path: Path) -> None:
     path = saved(tmp_path)
     states = [on_rank(trained(), rank, 2) for rank in range(2)]
-    with pytest.raises(dc.IncompatibleError) as caught:
-        load_on_threads(LocalStorage(), states, path, sharding=plain(2))
-    text = str(caught.value)
-    assert 'give the rule "pieces": [8, 4, 4], or [16] if the ranks have plain parts' in text
-    assert "model.qkv.bias" in text
+    sources: list[Any] = [path, {"model": path, "optim": path}]
+    for source in sources:
+        with pytest.raises(dc.IncompatibleError) as caught:
+            load_on_threads(LocalStorage(), states, source, sharding=plain(2))
+        text = str(caught.value)
+        assert 'give the rule "pieces": [8, 4, 4], or [16] if the ranks have plain parts' in text
+        assert "model.qkv.bias" in text
     alone = blank(trained())
     dc.load(alone, path, sharding=plain(1))  # one rank has all of each piece
     assert_equal(alone, trained())
-
-
-def test_a_default_cuts_a_fused_tensor_plainly() -> None:
-    whole, storage = torch.arange(48.0).reshape(16, 3), MemoryStorage()
-    states = [{"qkv.w": part_of(whole, SIZES, 0, rank, 2)} for rank in range(2)]
-    save_on_threads(storage, states, sharding=fused(2))
-    parts = [{"qkv.w": torch.zeros(8, 3)} for _ in range(2)]
-    load_on_threads(storage, parts, sharding=dc.ShardingConfig({"dp": 2}, default={"dp": 0}))
-    assert torch.equal(torch.cat([part["qkv.w"] for part in parts]), whole)
 
 
 def test_a_checkpoint_of_a_plain_rule_says_what_is_assumed_and_is_repaired(tmp_path: Path) -> None:

@@ -414,6 +414,16 @@ def test_a_rename_moves_the_versions(tmp_path: Path) -> None:
     assert_equal(target[0], newer[0])
 
 
+def test_the_first_source_of_a_module_has_its_version(tmp_path: Path) -> None:
+    old, new = First(), Second()
+    dc.save({"model": old}, a := tmp_path / "a")
+    dc.save({"model": new}, b := tmp_path / "b")
+    dc.load({"model": (target := Second())}, [dc.Source(a, include="*.w"), b])
+    assert torch.equal(target.w, old.w.t())
+    dc.load({"model": target}, [dc.Source(b, include="*.w"), a])
+    assert torch.equal(target.w, new.w)
+
+
 @pytest.mark.parametrize("cls", [First, Second])
 def test_operations_move_the_versions_too(cls: Any, tmp_path: Path) -> None:
     saved = cls()

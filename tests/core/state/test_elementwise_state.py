@@ -148,6 +148,18 @@ def test_matrices_of_ranks_are_refused_by_reshards_and_exports(tmp_path: Path) -
     dc.reshard(old, new, sharding=named, overwrite=True)
 
 
+def test_of_two_sources_only_the_one_that_provides_state_counts(tmp_path: Path) -> None:
+    parts, whole, shapes = str(tmp_path / "parts"), str(tmp_path / "whole"), {"weight": (8, 4)}
+    states = [make_state(SQUARE_PARTS, {"L": matrix}, rank) for rank in range(2)]
+    save_on_threads(LocalStorage(), states, parts, sharding=dc.ShardingConfig({"tp": 2}, CUT))
+    dc.save(saved := make_state(shapes, {"L": matrix}, 0), whole)
+    dc.load(mine := make_state(shapes, {}, -1), [whole, parts])
+    (loaded,), (expected,) = (state["optim"].state.values() for state in (mine, saved))
+    assert torch.equal(loaded["L"], expected["L"])
+    with pytest.raises(IncompatibleError, match=r"weight\.L: it has the shape"):
+        dc.load(make_state(shapes, {}, -1), [parts, whole])
+
+
 def test_a_rule_for_state_says_how_it_is_cut() -> None:
     """Without the rule both are cut along dimension 0, as their parameter is."""
     rules = CUT | {"*.column_mean": {"tp": 1}, "*.same": {}}
