@@ -51,7 +51,10 @@ def rename_checkpoint(opened: OpenCheckpoint, rename: RenameRules | None) -> Ope
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """The catalog under the new names. `stored` has the saved name of each tensor in it."""
+    """The catalog under the new names, with what an export reads of it.
+
+    `stored` has the saved name of each tensor in it.
+    """
 
     catalog: Catalog
     stored: Mapping[str, str]
@@ -87,9 +90,9 @@ class _Names:
                 values={name: 0 for name, fqn in ordered if fqn in catalog.values},
                 per_rank={n: catalog.per_rank[f] for n, f in ordered if f in catalog.per_rank},
                 parameters={},
-                fused={n: catalog.fused[f] for n, f in stored.items() if f in catalog.fused},
+                fused={},
+                replicas={},
                 versions=None if catalog.versions is None else _list_versions(saved),
-                replicas={n: catalog.replicas[f] for n, f in ordered if f in catalog.replicas},
             ),
             stored,
         )
