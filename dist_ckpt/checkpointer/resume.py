@@ -309,9 +309,9 @@ class Resume:
             )
         except IncompatibleError as error:
             raise IncompatibleError(
-                f"{error}\nA run resumes only with a state like the saved one. To begin another "
-                f"run with this state: Checkpointer(ANOTHER_ROOT, init={point.path!r}, "
-                f"init_strict=False)",
+                f"{error}\nA run resumes only with a state like the saved one, but for what "
+                f"Checkpointer(resize=) allows. To begin another run with this state: "
+                f"Checkpointer(ANOTHER_ROOT, init={point.path!r}, init_strict=False)",
                 rank=error.rank,
                 phase=error.phase,
             ) from error
