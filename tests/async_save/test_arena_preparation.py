@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import uuid
 from collections.abc import Iterator
@@ -20,9 +21,18 @@ from dist_ckpt.async_save.snapshots.job_folder import JobFolder
 from dist_ckpt.async_save.trainer.job import ArenaPreparation
 from dist_ckpt.core.runtime import host_memory
 from dist_ckpt.core.saving.save_options import SaveOptions
+from fork_server import forked_python
 
 DEADLINE_S = 30.0
 CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a folder in the place of shared memory, and forked writers."""
+    (tmp_path / "shm").mkdir()
+    monkeypatch.setattr(job_folder, "SHARED_MEMORY", str(tmp_path / "shm"))
+    monkeypatch.setattr(sys, "executable", forked_python())
 
 
 @pytest.fixture
@@ -89,11 +99,10 @@ def test_without_memory_a_warning_says_so_and_a_save_raises_the_error(
         pool.open_fitting(0, 1 << 50)
 
 
+@pytest.mark.usefixtures("shared_memory")
 def test_a_prepared_saver_makes_no_more_memory_though_its_optimizer_had_no_state(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_folder, "SHARED_MEMORY", str(tmp_path / "shm"))
-    (tmp_path / "shm").mkdir()
     monkeypatch.setattr("dist_ckpt.async_save.trainer.background_save._EXTRA_NBYTES", 1 << 17)
     model = torch.nn.Linear(300, 300)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -116,11 +125,10 @@ def test_a_prepared_saver_makes_no_more_memory_though_its_optimizer_had_no_state
         saver.prepare(state)
 
 
+@pytest.mark.usefixtures("shared_memory")
 def test_a_snapshot_of_an_earlier_run_is_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_folder, "SHARED_MEMORY", str(tmp_path / "shm"))
-    (tmp_path / "shm").mkdir()
     state = {"w": torch.ones(1000)}
     with dc.AsyncSaver(tmp_path) as saver:
         saver.save(state, tmp_path / "a", step=7).result(DEADLINE_S)
@@ -149,11 +157,10 @@ def test_memory_touched_by_several_threads_keeps_what_it_has(
     assert grown[:] == bytes(range(250)) * 400 + bytes(200_001)
 
 
+@pytest.mark.usefixtures("shared_memory")
 def test_the_first_save_uses_the_plan_that_was_made_and_compares_replicas_in_full(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_folder, "SHARED_MEMORY", str(tmp_path / "shm"))
-    (tmp_path / "shm").mkdir()
     state, is_new = {"w": torch.ones(1000)}, []
     digests = SaveOptions.replica_digests
 

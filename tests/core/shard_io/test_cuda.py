@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import sys
 import threading
 import time
 import uuid
@@ -16,6 +17,7 @@ from mmap import mmap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,12 +29,14 @@ from dist_ckpt.core.saving.rank_save import RankSave
 from dist_ckpt.core.shard_io.memory import cuda, device_staging
 from dist_ckpt.core.shard_io.memory.cuda import Fence, PinnedArenas
 from dist_ckpt.core.shard_io.memory.torch_tensor import TensorReader
+from fork_server import forked_python
 
 
 @pytest.fixture(scope="module")
 def saver() -> Iterator[dc.AsyncSaver]:
     job = f"test-{uuid.uuid4().hex}"
-    saver = dc.AsyncSaver(job=job)
+    with patch.object(sys, "executable", forked_python()):
+        saver = dc.AsyncSaver(job=job)
     yield saver
     saver.close()
     folder = JobFolder(job)
