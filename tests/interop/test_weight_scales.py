@@ -550,6 +550,9 @@ class Eight(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(4, 4).to(dtype), requires_grad=False)
 
+    def _load_from_state_dict(self, state: Any, prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state, prefix, *args)
+
 
 class OldEight(Eight):
     _version = 1

@@ -136,6 +136,7 @@ def test_matrices_of_ranks_are_refused_by_reshards_and_exports(tmp_path: Path) -
     for write in (
         lambda **kw: dc.reshard(old, new, sharding=four, **kw),
         lambda **kw: torch_save.export_file(old, new, **kw),
+        lambda **kw: torch_save.export_file(old, new, rename={"model.*": "m.*"}, **kw),
         lambda **kw: dcp.export_folder(old, new, **kw),
     ):
         with pytest.raises(IncompatibleError, match=r"weight\.L.* part.*exclude='"):
