@@ -269,6 +269,8 @@ def test_parts_that_the_pieces_do_not_explain_are_refused(tmp_path: Path) -> Non
         save([3, 3], [3, 3])
     with pytest.raises(ValueError, match=r"local shape \(5, 2\) .*rank 0 has \[2, 2\]: give the"):
         save([5, 3], [4, 4])
+    with pytest.raises(ValueError, match=r"qkv\.weight: local shape \(1, 2\) on rank 1"):
+        save([2, 1], [1, 1])  # the second rank has nothing of either
 
 
 def test_pieces_of_another_size_than_the_saved_tensor_are_refused(tmp_path: Path) -> None:
