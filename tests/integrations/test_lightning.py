@@ -84,7 +84,7 @@ def test_one_rank_that_is_told_to_stop_stops_all(tmp_path: Path) -> None:
 def test_another_number_of_ranks_is_refused_or_begins_the_epoch_anew(tmp_path: Path) -> None:
     train(tmp_path / "run", "--stop", "8", ranks=2, code=1)
     (told,) = train(tmp_path / "run")
-    assert "with 2 ranks, and now 1 train" in told["error"]
+    assert "by 2 ranks, but 1 train now" in told["error"]
     assert 'on_reshard="drop"' in told["error"]
     (anew,) = train(tmp_path / "run", "--anew")
     assert sorted(anew["seen"][:48]) == [*range(48)]
