@@ -354,6 +354,26 @@ def test_a_missing_name_is_an_error_before_anything_changes(tmp_path: Path) -> N
     assert report.missing == ("model.0.more",)
 
 
+def test_a_tensor_that_a_conversion_leaves_out_is_unexpected(tmp_path: Path) -> None:
+    older = First()
+    older.more = nn.Parameter(torch.ones(2))
+    dc.save({"model": older}, tmp_path / "step")
+    with pytest.raises(dc.IncompatibleError, match=r"the state does not have model\.more"):
+        dc.load({"model": Second()}, tmp_path / "step")
+    report = dc.load({"model": (target := Second())}, tmp_path / "step", strict=False)
+    assert report.unexpected == ("model.more",)
+    assert torch.equal(target.w, older.w.t())
+
+
+def test_a_hook_renames_what_it_can_in_a_load_that_is_not_strict(tmp_path: Path) -> None:
+    older = Old()
+    older.more = nn.Parameter(torch.ones(2))
+    dc.save({"model": older}, tmp_path / "step")
+    report = dc.load({"model": (target := Renamed())}, tmp_path / "step", strict=False)
+    assert report.unexpected == ("model.more",)
+    assert torch.equal(target.new.weight, older.old.weight)
+
+
 def test_an_excluded_module_is_not_converted(tmp_path: Path) -> None:
     dc.save({"model": in_model(First)()}, tmp_path / "step")
     target = with_hook(in_model(Second))()

@@ -101,8 +101,9 @@ def test_matrices_of_ranks_are_refused_on_another_number(world_size: int, more: 
         (SQUARE_PARTS, {"own_mean": like}, NAMED, NAMED),
         (SQUARE_PARTS, {"own_mean": like}, NAMED, CUT),
         ({"weight": (4, 6)}, {"own_mean": like}, CUT, CUT),
+        ({"weight": (2, 4)}, {"own_mean": like}, CUT, CUT),
     ],
-    ids=["known", "other parameters", "a rule", "a rule of the save", "not square"],
+    ids=["known", "other parameters", "a rule", "a rule of the save", "not square", "square whole"],
 )
 def test_elementwise_state_loads_on_any_number_of_ranks(
     shapes: Any, keys: Any, saved_by: Rules, rules: Rules
@@ -117,6 +118,15 @@ def test_elementwise_state_loads_on_any_number_of_ranks(
             first = like(torch.empty(rows, columns))
             joined = torch.cat([first, first + 1])
             assert torch.equal(loaded[key], joined.chunk(world_size)[rank])
+
+
+def test_a_matrix_is_not_cut_into_flat_parts() -> None:
+    checkpoint = save(make_state({"weight": (4, 4)}, {"L": matrix}, 0))
+    live = make_state({"weight": (4, 4)}, {}, -1)
+    sharding = dc.ShardingConfig.zero(2, 1, flat=True)
+    checkpoint.finish(checkpoint.bind(live, world_size=2, sharding=sharding))
+    (loaded,) = live["optim"].state.values()
+    assert torch.equal(loaded["L"], torch.arange(16.0).reshape(4, 4))
 
 
 def test_matrices_of_ranks_are_not_cut_anew_by_operations() -> None:

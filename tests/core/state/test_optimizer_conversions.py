@@ -567,6 +567,18 @@ def test_master_weights_in_a_container_name_the_state_of_their_optimizer(kind: A
         assert torch.equal(first, second)
 
 
+def test_a_tied_parameter_with_state_is_no_assumption() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    train_step(optimizer)
+    checkpoint = save({"first": {"w": model.weight}, "model": model, "optim": optimizer})
+    live = nn.Linear(2, 2)
+    mine = torch.optim.SGD(live.parameters(), lr=0.1, momentum=0.9)
+    state = {"first": {"w": torch.zeros(2, 2)}, "model": live, "optim": mine}
+    assert not load(checkpoint, state).assumed
+    assert equal([*mine.state.values()], [*optimizer.state.values()])
+
+
 def test_a_parameter_that_was_tied_is_said_to_have_no_state() -> None:
     def make(*, tied: bool) -> Any:
         model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
