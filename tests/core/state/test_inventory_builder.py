@@ -485,3 +485,13 @@ def test_pieces_are_not_for_a_dtensor_that_an_axis_of_the_rule_cuts(mesh: Any) -
         taken(
             {"m": {"fc1": DTensor.from_local(local, mesh, placements, run_check=False)}}, **options
         )
+
+
+def test_plain_state_of_a_dtensor_is_whole(mesh: Any) -> None:
+    placements: tuple[Placement, ...] = (Replicate(), Shard(0))
+    local = DTensor.from_local(torch.zeros(4, 2), mesh, placements, run_check=False)
+    optimizer = torch.optim.SGD([parameter := nn.Parameter(local)], lr=0.1)
+    optimizer.state[parameter] = {"L": torch.ones(8, 8), "moment": local, "step": torch.ones(())}
+    state = {"m": {"w": parameter}, "optim": optimizer}
+    inventory = taken(state, rank=1, world_size=4, group_ranks=range(4)).inventory
+    assert dict(inventory.uncut) == {"optim.state.m.w.L": "whole"}
