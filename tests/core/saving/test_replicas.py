@@ -366,6 +366,9 @@ def test_each_rank_resumes_with_its_own_norm_and_moments(is_stepped: bool) -> No
     assert "optim.state.model.norm.weight.exp_avg" in report.replicas
     assert "model.norm.num_batches_tracked" in report.replicas
     assert "model.weight" not in report.replicas
+    opened = OpenCheckpoint.at(storage, "/runs/ck")
+    assert opened.catalog.parameters == {"model.weight": True}
+    opened.close()
     live = [(trained if is_stepped else fresh)(5 + rank) for rank in range(2)]
     load_on_threads(storage, live)
     for state, expected in zip(live, before, strict=True):
