@@ -16,7 +16,8 @@ _T = TypeVar("_T")
 STALL_TIMEOUT_S = 600.0
 
 # Each thread has a scratch buffer of 10 MiB, and one of 2 MiB for direct reads. A save has five
-# more buffers (`shard_io/write/shard_writer.py`). So a save or a load uses at most 256 MiB.
+# more buffers (`shard_io/write/shard_writer.py`). So a save or a load uses at most 256 MiB. A load
+# into CUDA devices has pinned buffers too (`shard_io/memory/pinned_buffers.py`).
 MAX_THREADS = 20
 
 # The timeout of the training's collectives, if that of the process group cannot be read.

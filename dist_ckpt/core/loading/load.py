@@ -386,7 +386,10 @@ def _read_and_place(
         reader = BlockReader(checked.files, targets, verify=options.verify, buffers=buffers)
         try:
             with channel.exchange("read") as exchange:
-                totals = _read(call.session, checked, group, reader)
+                with binding.open_buffers(
+                    threads=call.session.settings.threads, block_nbytes=reader.block_nbytes
+                ) as reader.device_buffers:
+                    totals = _read(call.session, checked, group, reader)
                 gathered = exchange.gather(totals)
                 if gathered is not None:
                     exchange.decide(sum_totals(gathered))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,18 +29,20 @@ from dist_ckpt.core.format.geometry import (
 )
 from dist_ckpt.core.format.index.index import Index, ObjectsFileRecord
 from dist_ckpt.core.planning.plan import LoadPlan, TensorRequest
-from dist_ckpt.core.shard_io.read import open_files, read_grouping
+from dist_ckpt.core.shard_io.memory.pinned_buffers import PinnedBuffers
+from dist_ckpt.core.shard_io.read import block_reader, open_files, read_grouping
 from dist_ckpt.core.shard_io.read.block_reader import BlockReader
 from dist_ckpt.core.shard_io.read.read_grouping import READ_NBYTES, BlockRead, SmallShardsRead
 from dist_ckpt.core.storage import ReadableFile
 from dist_ckpt.core.storage.local.local_storage import LocalStorage
 from dist_ckpt.errors import CorruptError, StorageError
 from dist_ckpt.testing.memory_storage import MemoryStorage
+from late_devices import DeviceTarget, LateDevices
 from long_mode import examples
 from written import BytesTarget, Saved, numbers_of, one_cell, plan_of, random_tensor, rows, write
 
 FOLDER = "/ck"
-FillTargets = Mapping[tuple[str, int], BytesTarget]
+FillTargets = Mapping[tuple[str, int], BytesTarget | DeviceTarget]
 
 
 class Counting(MemoryStorage):
@@ -85,6 +88,23 @@ def targets_of(
     }
 
 
+def device_targets(
+    wanted: list[TensorRequest], saved: Mapping[str, Saved], *, is_strided: bool
+) -> FillTargets:
+    """Return targets on devices. If they are strided, devices cannot copy bytes to them."""
+
+    def make(dtype: torch.dtype, cell: Cell) -> DeviceTarget:
+        shape = (cell.numel,) if isinstance(cell, ElementRange) else cell.shape
+        wide = torch.zeros(*shape, 2, dtype=dtype)[..., 0]
+        return DeviceTarget(wide if is_strided else wide.contiguous(), cell)
+
+    return {
+        (want.fqn, part): make(getattr(torch, saved[want.fqn].dtype), cell)
+        for want in wanted
+        for part, cell in enumerate(want.cells)
+    }
+
+
 def want(saved: Mapping[str, Saved], fqn: str, *cells: Cell) -> TensorRequest:
     tensor = saved[fqn]
     return TensorRequest(fqn, tensor.dtype, tensor.shape, cells or (Region.whole(tensor.shape),))
@@ -102,9 +122,12 @@ def load(
     targets: FillTargets,
     *,
     verify: bool = True,
+    buffers: PinnedBuffers | None = None,
 ) -> ReadTotals:
     with closing(open_files.open_files(storage, FOLDER, index, plan, threads=2)) as files:
-        nbytes_read = BlockReader(files, targets, verify=verify).read_all(2)
+        reader = BlockReader(files, targets, verify=verify)
+        reader.device_buffers = buffers
+        nbytes_read = reader.read_all(2)
     return ReadTotals(nbytes_read, read_grouping.count_placed_nbytes(plan))
 
 
@@ -122,12 +145,21 @@ def round_trip(
     *,
     world_size: int = 1,
     block_nbytes: int = BLOCK_NBYTES,
-    lends: bool = True,
+    memory: str = "host",
 ) -> tuple[ReadTotals, Counting]:
     storage = Counting()
     index = write(storage, FOLDER, saved, world_size=world_size, block_nbytes=block_nbytes)
-    plan, targets = plan_of(index, wanted), targets_of(wanted, saved, lends=lends)
-    totals = load(storage, index, plan, targets)
+    plan = plan_of(index, wanted)
+    if memory in ("host", "copied"):
+        targets = targets_of(wanted, saved, lends=memory == "host")
+        totals = load(storage, index, plan, targets)
+    else:
+        targets = device_targets(wanted, saved, is_strided=memory == "strided")
+        # Small shards are read together, up to 1 MiB.
+        buffers = PinnedBuffers(devices := LateDevices(), num_buffers=4, buffer_nbytes=1 << 16)
+        totals = load(storage, index, plan, targets, buffers=buffers)
+        buffers.close()
+        assert all(part.is_closed for part in devices.pinned)
     check_filled(targets, wanted, saved)
     assert storage.num_open == 0
     assert totals.nbytes_read == sum(nbytes for _, _, nbytes in storage.reads)
@@ -188,7 +220,7 @@ def loads(draw: st.DrawFn) -> tuple[dict[str, Saved], list[TensorRequest]]:
     direct=st.sampled_from([0, 48, 1 << 20]),
     most=st.sampled_from([16, 100, 1 << 20]),
     least=st.sampled_from([1, 2, 16]),
-    lends=st.booleans(),
+    memory=st.sampled_from(["host", "copied", "device", "strided"]),
 )
 def test_what_was_saved_in_any_layout_fills_any_cells(
     case: tuple[dict[str, Saved], list[TensorRequest]],
@@ -196,7 +228,7 @@ def test_what_was_saved_in_any_layout_fills_any_cells(
     direct: int,
     most: int,
     least: int,
-    lends: bool,
+    memory: str,
 ) -> None:
     saved, wanted = case
     with pytest.MonkeyPatch.context() as patch:
@@ -206,7 +238,10 @@ def test_what_was_saved_in_any_layout_fills_any_cells(
         patch.setattr(read_grouping, "WORK_NBYTES", most)
         patch.setattr(read_grouping, "ZERO_COPY_NBYTES", direct)
         patch.setattr(read_grouping, "READ_NBYTES", most)
-        totals, _ = round_trip(saved, wanted, world_size=3, block_nbytes=block_nbytes, lends=lends)
+        patch.setattr(block_reader, "UNIT_NBYTES", 2 * block_nbytes)
+        totals, _ = round_trip(
+            saved, wanted, world_size=3, block_nbytes=block_nbytes, memory=memory
+        )
     itemsizes = {fqn: tensor.itemsize for fqn, tensor in saved.items()}
     assert totals.nbytes_placed == sum(
         cell.numel * itemsizes[one.fqn] for one in wanted for cell in one.cells
@@ -323,15 +358,15 @@ def many() -> dict[str, Saved]:
     }
 
 
-@pytest.mark.parametrize("lends", [True, False])
-def test_what_is_not_wanted_whole_by_one_cell_interrupts_a_row(lends: bool) -> None:
+@pytest.mark.parametrize("memory", ["host", "copied", "device"])
+def test_what_is_not_wanted_whole_by_one_cell_interrupts_a_row(memory: str) -> None:
     saved = many()
     whole, part = Region.whole((50,)), Region((7,), (30,))
     wanted = [want(saved, fqn) for fqn in saved]
     wanted[18] = want(saved, "model.t18", part)
     wanted[19] = want(saved, "model.t19", whole, part)
     wanted[20] = want(saved, "model.t20", whole, whole)
-    totals, storage = round_trip(saved, wanted, lends=lends)
+    totals, storage = round_trip(saved, wanted, memory=memory)
     assert totals == ReadTotals(4000, 4000 - 100 + 60 + 60 + 100)
     assert len(storage.reads) == 3
 

@@ -672,3 +672,48 @@ def test_a_buffer_leaves_to_training_what_it_has_needed_and_a_margin(
 ) -> None:
     sizes = {"free": free, "total": 100, "reserved": reserved, "peak": peak, "cached": cached}
     assert cuda.compute_room(**sizes) == room
+
+
+# --- the devices of a load --------------------------------------------------------------------
+
+
+def test_devices_of_a_load_are_waited_for_and_their_memory_is_unpinned(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+
+    def current_stream(device: torch.device) -> SimpleNamespace:
+        event = SimpleNamespace(synchronize=lambda: done.append(f"event of {device}"))
+        return SimpleNamespace(record_event=lambda _: event)
+
+    monkeypatch.setattr(cuda, "Event", lambda *, blocking: blocking)
+    monkeypatch.setattr(torch.cuda, "current_stream", current_stream)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("device"))
+    devices = cuda.CurrentStreams(frozenset((CUDA, torch.device("cuda", 1))))
+    pinned = devices.pin(memoryview(mmap(-1, 1 << 16)))
+    assert (pinned.error, [*runtime.registered.values()]) == (0, [1 << 16])
+    devices.queue(partial(done.append, "call"))
+    assert done == ["call"]
+    devices.mark().wait()
+    assert sorted(done[1:]) == ["event of cuda:0", "event of cuda:1"]
+    assert devices.synchronize()
+    assert done[3:] == ["device", "device"]
+    pinned.close()
+    assert not runtime.registered
+
+
+def test_devices_of_a_load_that_are_lost_or_hang_do_not_answer(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del runtime
+    devices, may = cuda.CurrentStreams(frozenset((CUDA,))), threading.Event()
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    assert not devices.synchronize()
+    monkeypatch.setattr(cuda, "COPY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: may.wait(30))
+    assert not devices.synchronize()
+    may.set()

@@ -1,4 +1,4 @@
-"""The protocols `CellReader` and `Target`: the memory on both ends of shard I/O.
+"""The protocols `CellReader`, `Target` and `DeviceBuffers`: the memory on both ends of shard I/O.
 
 `torch_tensor.py` and `host_array.py` implement them. More readers: another checkpoint in
 `shard_io/read/read_windows.py`, an arena in `async_save/writer/staged_save.py`.
@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from dist_ckpt.core.format.geometry import Cell, Region, RegionPiece, Shape
@@ -44,6 +45,28 @@ class Target(Protocol):
 
         `data` begins with the first element of the box. `strides` are in elements. The data has the
         dtype of the cell.
+        """
+
+
+# The bytes that are read into one buffer together. Measured on an H200, from the page cache with 4
+# threads: 1 MiB 5 GB/s, 16 MiB 18, 64 MiB 17; with 12 threads 4, 36 and 25.
+UNIT_NBYTES = 16 << 20
+
+
+class DeviceBuffers(Protocol):
+    """Host memory from which devices copy while the host continues. Thread-safe.
+
+    `pinned_buffers.py` implements it.
+    """
+
+    def borrow(self) -> AbstractContextManager[memoryview]:
+        """Lend a buffer of at least `UNIT_NBYTES`, and of a block."""
+
+    def copy(self, target: Target, start: int, data: memoryview) -> bool:
+        """Queue a copy of bytes of a lent buffer to the bytes of a target from `start` on.
+
+        Return False, without a copy, if the bytes of the target do not follow each other in the
+        memory of a device.
         """
 
 

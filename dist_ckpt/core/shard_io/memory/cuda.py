@@ -299,6 +299,34 @@ class PinnedMemory:
                 _call_in_new_thread(self._device, self._unregister)
 
 
+@dataclass(frozen=True, slots=True)
+class CurrentStreams:
+    """The devices of a load (`LoadDevices`): each thread uses its current streams."""
+
+    devices: frozenset[torch.device]
+
+    def pin(self, memory: memoryview) -> PinnedMemory:
+        """See `LoadDevices.pin`."""
+        return PinnedMemory(memory, next(iter(self.devices)))
+
+    def queue(self, call: Callable[[], object]) -> None:
+        """See `LoadDevices.queue`."""
+        call()
+
+    def mark(self) -> StreamMark:
+        """See `LoadDevices.mark`."""
+        return StreamMark({device: torch.cuda.current_stream(device) for device in self.devices})
+
+    def synchronize(self) -> bool:
+        """See `LoadDevices.synchronize`."""
+        try:
+            for device in self.devices:
+                _call_in_new_thread(device, torch.cuda.synchronize)
+        except (CheckpointError, RuntimeError):
+            return False
+        return True
+
+
 class PinnedArenas:
     """The pinned arenas of a rank, by number."""
 

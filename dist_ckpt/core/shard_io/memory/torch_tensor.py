@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
@@ -159,6 +159,14 @@ class TensorTarget:
             torch.autograd.graph.increment_version(self._tensor)
             self._is_counted = True
         return memory
+
+    def device_memory(self, devices: Container[torch.device]) -> torch.Tensor | None:
+        """Return the tensor's bytes if they are row-major on one of the devices, else None."""
+        tensor = self._tensor
+        if tensor.device not in devices or not tensor.is_contiguous() or _is_lazy(tensor):
+            return None
+        # With one element or none, a contiguous tensor may have any stride.
+        return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
     def place(self, piece: RegionPiece, box: Region, data: memoryview, strides: Shape) -> None:
         """Copy the elements of `box` from `data` into the tensor."""

@@ -1,8 +1,8 @@
 """Run a load plan: read blocks of shard files, check their digests, and fill the targets.
 
 A block that a target needs as a whole is read into the target's memory and checked there. Other
-blocks are checked in a scratch buffer and then copied. After an error, `touched` names the tensors
-that may have partial data.
+blocks are checked in a scratch buffer and then copied. Devices copy from `DeviceBuffers`. After an
+error, `touched` names the tensors that may have partial data.
 """
 
 from __future__ import annotations
@@ -15,11 +15,17 @@ from threading import Lock
 
 from dist_ckpt.core.format.checksums import block_digest, streamed_digest
 from dist_ckpt.core.format.dtypes import DTYPES
-from dist_ckpt.core.format.geometry import ElementRange, Region, row_major_strides, split_into_boxes
+from dist_ckpt.core.format.geometry import (
+    ByteRange,
+    ElementRange,
+    Region,
+    row_major_strides,
+    split_into_boxes,
+)
 from dist_ckpt.core.planning.plan import ReadItem
 from dist_ckpt.core.runtime.host_memory import BufferPool, copy
 from dist_ckpt.core.runtime.threads import parallel_for
-from dist_ckpt.core.shard_io.memory.cell_memory import Target
+from dist_ckpt.core.shard_io.memory.cell_memory import UNIT_NBYTES, DeviceBuffers, Target
 from dist_ckpt.core.shard_io.read.open_files import OpenFile, OpenFiles
 from dist_ckpt.core.shard_io.read.read_grouping import (
     READ_NBYTES,
@@ -56,7 +62,8 @@ class BlockReader:
     """Reads the blocks of one load, and fills `targets`. Without targets it only checks blocks.
 
     With `verify` it checks digests. `touched` names the tensors that may have new data. Reused
-    `buffers` are faster than new memory.
+    `buffers` are faster than new memory. A load into devices sets `device_buffers`, of at least
+    `block_nbytes`. Then reads are larger, and copies to devices may not be complete on return.
     """
 
     def __init__(
@@ -71,8 +78,9 @@ class BlockReader:
         self.files = files
         self.targets = targets
         self._verify = verify
-        blocks = (file.header.block_nbytes for file, _ in files)
-        self._buffers = (buffers or BufferPool()).fitting(max(READ_NBYTES, *blocks, 0))
+        self.device_buffers: DeviceBuffers | None = None
+        self.block_nbytes = max((file.header.block_nbytes for file, _ in files), default=0)
+        self._buffers = (buffers or BufferPool()).fitting(max(READ_NBYTES, self.block_nbytes))
         # Work on small shards is all Python: threads would only block each other, at twice the
         # cost. Other threads read the next blocks meanwhile.
         self._python_lock = Lock()
@@ -87,7 +95,8 @@ class BlockReader:
             return sum(self.read(file, read) for file, read in reads)
 
         with self.name_touched():
-            work = split_into_work(self.files, self.targets, threads)
+            max_nbytes = None if self.device_buffers is None else UNIT_NBYTES
+            work = split_into_work(self.files, self.targets, threads, max_nbytes)
             return sum(parallel_for(read_group, work, threads=threads))
 
     @contextmanager
@@ -118,11 +127,11 @@ class BlockReader:
             start = first.span.start + item.overlap.shift * DTYPES[item.dtype].itemsize
             self.fetch(file, read, memory[start : start + read.span.nbytes])
             return read.span.nbytes
-        with self._buffers.borrow() as buffer:
+        with (self.device_buffers or self._buffers).borrow() as buffer:
             data = buffer[: read.span.nbytes]
             self.fetch(file, read, data)
             if self.targets is not None:
-                self.place(file, read, data)
+                self.place(file, read, data, self.device_buffers)
         return read.span.nbytes
 
     def fetch(self, file: OpenFile, read: PlannedRead, data: memoryview) -> None:
@@ -131,7 +140,8 @@ class BlockReader:
         with file.reading() as readable:
             if isinstance(read, BlockRead):
                 for needed in group_successive(
-                    read.blocks, lambda chunk, block: block.stop - chunk[0].start <= IO_CHUNK_NBYTES
+                    read.blocks,
+                    lambda chunk, block: block.stop - chunk[0].start <= self._chunk_nbytes,
                 ):
                     self._read_chunk(file, readable, needed, data[needed[0].start - begin :])
                 return
@@ -140,6 +150,11 @@ class BlockReader:
             cut_off = _get_single_block(file, bisect_right(file.shards.starts, begin + count) - 1)
             raise _cut_off_error(file, cut_off)
         self.check(file, read, data)
+
+    @property
+    def _chunk_nbytes(self) -> int:
+        # Each call costs Python, for which other threads and the devices wait.
+        return IO_CHUNK_NBYTES if self.device_buffers is None else UNIT_NBYTES
 
     def _read_chunk(
         self,
@@ -152,8 +167,8 @@ class BlockReader:
         first = needed[0].start
         nbytes = needed[-1].stop - first
         digest, verifies = streamed_digest(), self._verify and file.has_digests
-        for start in range(0, nbytes, IO_CHUNK_NBYTES):
-            part = data[start : min(start + IO_CHUNK_NBYTES, nbytes)]
+        for start in range(0, nbytes, self._chunk_nbytes):
+            part = data[start : min(start + self._chunk_nbytes, nbytes)]
             count = readable.read_into(file.header.header_nbytes + first + start, part)
             if count < part.nbytes:
                 cut_off = next(block for block in needed if block.stop > first + start + count)
@@ -178,11 +193,20 @@ class BlockReader:
                 for number, digest in enumerate(actual, read.first):
                     check_digest(file.path, file.header, _get_single_block(file, number), digest)
 
-    def place(self, file: OpenFile, read: PlannedRead, data: memoryview) -> None:
-        """Copy the checked blocks of one read from `data` to their targets."""
+    def place(
+        self,
+        file: OpenFile,
+        read: PlannedRead,
+        data: memoryview,
+        buffers: DeviceBuffers | None = None,
+    ) -> None:
+        """Copy the checked blocks of one read from `data` to their targets.
+
+        `data` is in one of the `buffers`, if they are given.
+        """
         if isinstance(read, SmallShardsRead):
             with self._python_lock:
-                self._place_shards(read, read.shard_data(file, data))
+                self._place_shards(read, read.shard_data(file, data), buffers)
             return
         # Successive blocks of the same shard for the same items are copied together.
         for blocks in group_successive(
@@ -194,16 +218,20 @@ class BlockReader:
             offset = blocks[0].start - read.span.start
             for item in blocks[0].items:
                 target = self._mark_touched(item)
-                _copy_overlap(item, target, stored, data[offset : offset + stop - start])
+                part = data[offset : offset + stop - start]
+                if buffers is None or not _queue_overlap(item, target, stored, part, buffers):
+                    _copy_overlap(item, target, stored, part)
 
-    def _place_shards(self, read: SmallShardsRead, shard_data: Iterable[memoryview]) -> None:
+    def _place_shards(
+        self, read: SmallShardsRead, shard_data: Iterable[memoryview], buffers: DeviceBuffers | None
+    ) -> None:
         for item, data in zip(read.items, shard_data, strict=True):
             overlap, target = item.overlap, self._mark_touched(item)
             if (memory := target.memory()) is not None:
                 if memory.nbytes != data.nbytes:
                     raise ValueError(f"{item.fqn}: change no tensor while it is loaded")
                 memory[:] = data
-            else:
+            elif buffers is None or not buffers.copy(target, 0, data):
                 box = overlap.common
                 target.place(overlap.requested_piece, box, data, row_major_strides(box.shape))
 
@@ -219,16 +247,35 @@ def _get_single_block(file: OpenFile, number: int) -> NeededBlock:
     return block
 
 
+def _find_bytes(item: ReadItem, stored: ElementRange) -> tuple[ByteRange, int] | None:
+    """Return the part of the elements `stored` that is requested, and its start in the target.
+
+    None if its elements do not follow each other.
+    """
+    contiguous, itemsize = item.overlap.contiguous, DTYPES[item.dtype].itemsize
+    if contiguous is None:
+        return None
+    start, stop = max(stored.start, contiguous.start), min(stored.stop, contiguous.stop)
+    part = ByteRange((start - stored.start) * itemsize, (stop - stored.start) * itemsize)
+    return part, (start + item.overlap.shift) * itemsize
+
+
+def _queue_overlap(
+    item: ReadItem, target: Target, stored: ElementRange, data: memoryview, buffers: DeviceBuffers
+) -> bool:
+    """Queue the copy of `_copy_overlap`. Return False if a device cannot make it."""
+    if (found := _find_bytes(item, stored)) is None:
+        return False
+    part, start = found
+    return buffers.copy(target, start, data[part.start : part.stop])
+
+
 def _copy_overlap(item: ReadItem, target: Target, stored: ElementRange, data: memoryview) -> None:
     """Copy the requested part of the elements `stored` of a stored cell from `data`."""
     itemsize, overlap, memory = DTYPES[item.dtype].itemsize, item.overlap, target.memory()
-    if memory is not None and overlap.contiguous is not None:
-        start, stop = (
-            max(stored.start, overlap.contiguous.start),
-            min(stored.stop, overlap.contiguous.stop),
-        )
-        part = memory[(start + overlap.shift) * itemsize : (stop + overlap.shift) * itemsize]
-        copy(part, data[(start - stored.start) * itemsize : (stop - stored.start) * itemsize])
+    if memory is not None and (found := _find_bytes(item, stored)) is not None:
+        part, begin = found
+        copy(memory[begin : begin + part.nbytes], data[part.start : part.stop])
         return
     piece, region = overlap.stored_piece, overlap.stored_piece.region
     strides = row_major_strides(region.shape)

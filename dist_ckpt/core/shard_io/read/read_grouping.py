@@ -185,8 +185,11 @@ def group_successive(
         yield group
 
 
-def group_into_reads(needed: Iterable[NeededBlock]) -> Iterator[BlockRead]:
+def group_into_reads(
+    needed: Iterable[NeededBlock], max_nbytes: int | None = None
+) -> Iterator[BlockRead]:
     """Yield the reads for needed blocks, which are sorted by offset."""
+    limit = max_nbytes or READ_NBYTES
     group: list[NeededBlock] = []
     first = last = wasted = 0
     for block in needed:
@@ -194,7 +197,7 @@ def group_into_reads(needed: Iterable[NeededBlock]) -> Iterator[BlockRead]:
         gap = start - last
         uses_zero_copy = block.is_zero_copy or (group and group[-1].is_zero_copy)
         if group and not (
-            stop - first <= READ_NBYTES
+            stop - first <= limit
             and gap < MAX_GAP_NBYTES
             and wasted + gap <= MAX_WASTE * (stop - first)
             and (not uses_zero_copy or _can_share_read(group[-1], block))
@@ -326,9 +329,12 @@ def count_placed_nbytes(plan: LoadPlan) -> int:
 
 
 def split_into_work(
-    files: OpenFiles, targets: CellTargets | None, threads: int
+    files: OpenFiles, targets: CellTargets | None, threads: int, max_nbytes: int | None = None
 ) -> Iterator[list[tuple[OpenFile, PlannedRead]]]:
-    """Yield groups of reads, each for one thread. The last groups are smaller, for balance."""
+    """Yield groups of reads, each for one thread. The last groups are smaller, for balance.
+
+    `max_nbytes` is the limit of a read of large shards, `READ_NBYTES` by default.
+    """
     small_work: list[tuple[OpenFile, PlannedRead]] = []
     reads: list[tuple[OpenFile, PlannedRead]] = []
     nbytes, nbytes_left = 0, count_placed_nbytes(files.plan)
@@ -339,7 +345,7 @@ def split_into_work(
             if len(small_work) == MAX_SMALL_READS:
                 yield small_work
                 small_work = []
-        for read in group_into_reads(find_needed_blocks(file, remaining, targets)):
+        for read in group_into_reads(find_needed_blocks(file, remaining, targets), max_nbytes):
             reads.append((file, read))
             nbytes += read.span.nbytes
             if nbytes >= min(WORK_NBYTES, nbytes_left // (2 * threads)):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache, partial
 from operator import itemgetter
@@ -26,6 +27,7 @@ from dist_ckpt.core.planning.name_selection import Selection
 from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.runtime.processes import paused_collector
 from dist_ckpt.core.shard_io.memory.cell_memory import Target
+from dist_ckpt.core.shard_io.memory.pinned_buffers import PinnedBuffers
 from dist_ckpt.core.state.binding.bind_context import BindContext, Loadable
 from dist_ckpt.core.state.binding.bind_modules import bind_module
 from dist_ckpt.core.state.binding.bind_optimizers import bind_optimizer
@@ -191,6 +193,12 @@ class Binding:
         """Return the memory of each wanted cell, by tensor and cell number. Call this once."""
         with paused_collector():
             return self._context.targets.allocate()
+
+    def open_buffers(
+        self, *, threads: int, block_nbytes: int
+    ) -> AbstractContextManager[PinnedBuffers | None]:
+        """Open the buffers of a load into devices; see `FillTargets.open_buffers`."""
+        return self._context.targets.open_buffers(threads=threads, block_nbytes=block_nbytes)
 
     def finish_tensors(self) -> None:
         """Fill the tensors that share memory, after all reads; see `FillTargets.finish_tensors`."""

@@ -8,6 +8,7 @@ copied. If the copies do not agree on the shared bytes, `finish_tensors` raises 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from dist_ckpt.core.planning.plan import TensorRequest
 from dist_ckpt.core.planning.tensor_views import Flattened, Whole, compute_cells
 from dist_ckpt.core.planning.weight_scales import ScaledWeight
 from dist_ckpt.core.shard_io.memory.cell_memory import Target, Targets, find_sources
+from dist_ckpt.core.shard_io.memory.pinned_buffers import PinnedBuffers, open_buffers
 from dist_ckpt.core.shard_io.memory.torch_tensor import (
     AliasBuffers,
     CastTarget,
@@ -353,6 +355,12 @@ class FillTargets:
         synchronize(self._device_tensors)  # before the first byte is written
         derived = self._saved.derived
         return find_sources(self._cells.items(), derived, targets)[1] if derived else targets
+
+    def open_buffers(
+        self, *, threads: int, block_nbytes: int
+    ) -> AbstractContextManager[PinnedBuffers | None]:
+        """Open the buffers from which devices copy; None if they do not help. After `allocate`."""
+        return open_buffers(self._device_tensors, threads=threads, block_nbytes=block_nbytes)
 
     def finish_tensors(self) -> None:
         """Fill the tensors that share memory, and wait for the accelerators.
