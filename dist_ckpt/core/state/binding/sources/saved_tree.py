@@ -408,7 +408,7 @@ def build_saved_tree(
         leaves = dict(zip(names, names, strict=True))
     leaves |= {name: _DERIVED + name for name in made.tensors} | made.copies
     params = dict(_rename_groups(groups, renamed, made.params))
-    moved = _move_containers(main.tree, renamed)
+    moved = _move_containers(main.tree, renamed) if rename else {n.fqn: n.fqn for n in main.tree}
     containers = _find_containers(made)
     kinds, entries = _read_containers(main.tree, renamed, moved, leaves, (params, *containers))
     _check_tree(kinds, entries)
