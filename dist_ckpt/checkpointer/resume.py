@@ -309,8 +309,8 @@ class Resume:
             )
         except IncompatibleError as error:
             raise IncompatibleError(
-                f"{error}\nA run resumes only with a state like the saved one, but for what "
-                f"Checkpointer(resize=) allows. To begin another run with this state: "
+                f"{error}\nA run resumes only with a state like the saved one. If only padding "
+                f"differs, use Checkpointer(resize=). To begin another run with this state: "
                 f"Checkpointer(ANOTHER_ROOT, init={point.path!r}, init_strict=False)",
                 rank=error.rank,
                 phase=error.phase,

@@ -218,7 +218,7 @@ def _is_scale(text: str, leaf: str) -> bool:
 
 
 def _find_doubt(text: str) -> str | None:
-    """Return what the name of a scale does not say, or None."""
+    """Return what a scale with an unclear name may do, for an error; None for a clear name."""
     if _words(text) & _UNCLEAR_WORDS:
         return "include that of activations"
     return "be a factor or a divisor" if _INVERSE.search(text.lower()) else None
